@@ -8,7 +8,7 @@ once per seed, for a quarter more steps than the learning rate's schedule has; t
 text is taken during the training (256 windows), and at the end of the schedule (2048 windows). The
 bytes of a step are the mean over the schedule, as pycomm counts them.
 
-    --only optimizer   instead: the time of CodedAdamW beside torch's fused AdamW (optimizer.py)
+    --only optimizer   instead: the time of coded optimizers beside torch's (optimizer.py)
     --suite            instead: losses on tasks of several kinds, of small models (suite.py)
 """
 

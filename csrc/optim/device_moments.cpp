@@ -26,25 +26,10 @@ Params params_of(const Matrix& m) {
   return params;
 }
 
-/// Returns those of a matrix without factors.
-template <typename Params, typename Item>
-Params plain_params(const Item& item) {
-  Params params{};
-  const auto rows = static_cast<uint32_t>(item.shape.rows),
-             columns = static_cast<uint32_t>(item.shape.columns);
-  params.rows = {rows, columns, 0, rows, 0, 1};
-  return params;
-}
-
 template <typename Params>
 void run(std::string kernel, const Params& params, size_t items, size_t each,
          const Stream& stream) {
   codecs::launch("moments", std::move(kernel), params, items, each, stream);
-}
-
-void run_encode(const EncodeParams& params, DType dtype, const Stream& stream) {
-  const size_t groups = (params.rows.count + kEncodeRows - 1) / kEncodeRows;
-  run(name("encode", dtype), params, groups * params.rows.patches(), 1, stream);
 }
 
 /// Calls act(item, i) for each item, which lists its launches, and starts them together.
@@ -106,13 +91,15 @@ void DeviceMoments::encode(const Pass& pass, const std::vector<Turn>& turns,
     params.copy = place(pass.copy, pass.dtype, m);
     scratch += m.rows.scratch_floats();
     params.left = scratch - 2 * m.rows.cells();
+    params.by_kept = 1.0f / turn.kept;
     params.divides = pass.divides ? 1 : 0;
-    run_encode(params, pass.dtype, stream);
+    const size_t groups = (m.rows.count + kEncodeRows - 1) / kEncodeRows;
+    run(name("encode", pass.dtype), params, groups * m.rows.patches(), 1, stream);
   });
 }
 
 void DeviceMoments::sent(const void* values, DType dtype, const std::vector<Sending>& sendings,
-                         const float* swapped, const Stream& stream) const {
+                         bool divides, const float* swapped, const Stream& stream) const {
   for_all(matrices_, stream, swapped, [&](const Matrix& m, size_t i) {
     const Sending& by = sendings.at(i);
     auto params = params_of<SentParams>(m);
@@ -120,8 +107,10 @@ void DeviceMoments::sent(const void* values, DType dtype, const std::vector<Send
     params.before = by.before == nullptr ? m.residual.at[by.residual] : by.before;
     params.after = m.residual.at[1 - by.residual];
     params.out = m.own.at[by.own];
-    params.form = m.residual.form;
-    params.out_form = m.own.form;
+    params.form = static_cast<uint8_t>(m.residual.form);
+    params.out_form = static_cast<uint8_t>(m.own.form);
+    params.divides = divides ? 1 : 0;
+    params.kept = by.kept;
     run(name("sent", dtype), params, m.rows.numel(), kPatch, stream);
   });
 }
@@ -161,63 +150,13 @@ void DeviceMoments::move(const std::vector<Step>& steps, DType dtype, const Stre
     params.rows.count = m.rows.real();
     params.values = step.values;
     params.gradient = step.gradient;
-    params.gradient_form = form_of(dtype);
     params.momentum = m.momentum.at;
     params.lr = static_cast<float>(step.lr);
     params.keep = static_cast<float>(step.keep);
     params.limit = static_cast<float>(step.limit);
+    params.kept = step.kept;
+    params.divides = step.divides ? 1 : 0;
     params.probed = step.probed ? 1 : 0;
-    run(name("move", dtype), params, params.rows.numel(), kPatch, stream);
-  });
-}
-
-void encode(const std::vector<Encode>& matrices, float* scratch, const Stream& stream) {
-  for_all(matrices, stream, nullptr, [&](const Encode& one, size_t) {
-    auto params = plain_params<EncodeParams>(one);
-    params.values = one.values;
-    params.gradient = one.gradient.at;
-    params.gradient_form = one.gradient.form;
-    params.parameter = one.parameter.at;
-    params.parameter_form = one.parameter.form;
-    params.momentum = one.momentum.at;
-    params.momentum_form = one.momentum.form;
-    params.beta = one.beta;
-    params.rest = one.rest;
-    params.decay = one.decay;
-    params.copy = one.copy;
-    if (one.errors != nullptr) {
-      params.stored = params.other_side = one.residual.at;
-      params.form = one.residual.form;
-      params.errors = one.errors;
-      params.left = scratch;
-      scratch += 2 * params.rows.cells();
-    }
-    run_encode(params, DType::float32, stream);
-  });
-}
-
-void sent(const std::vector<Sent>& matrices, const Stream& stream) {
-  for_all(matrices, stream, nullptr, [&](const Sent& one, size_t) {
-    auto params = plain_params<SentParams>(one);
-    params.values = one.values.at;
-    params.before = one.before.at;
-    params.after = one.after.at;
-    params.out = one.out.at;
-    params.form = one.before.form;
-    params.out_form = one.out.form;
-    run(name("sent", DType::float32), params, params.rows.numel(), kPatch, stream);
-  });
-}
-
-void move(const std::vector<Move>& matrices, DType dtype, const Stream& stream) {
-  for_all(matrices, stream, nullptr, [&](const Move& one, size_t) {
-    auto params = plain_params<MoveParams>(one);
-    params.values = one.x.at;
-    params.gradient = one.gradient.at;
-    params.gradient_form = one.gradient.form;
-    params.momentum = one.momentum.at;
-    params.lr = one.lr;
-    params.keep = one.keep;
     run(name("move", dtype), params, params.rows.numel(), kPatch, stream);
   });
 }

@@ -14,7 +14,7 @@ class PYCOMM_API DeviceMoments : public Matrices {
  public:
   void squares(const Pass& pass, const std::vector<Turn>& turns, const Stream& stream) const;
   void encode(const Pass& pass, const std::vector<Turn>& turns, const Stream& stream) const;
-  void sent(const void* values, DType dtype, const std::vector<Sending>& sendings,
+  void sent(const void* values, DType dtype, const std::vector<Sending>& sendings, bool divides,
             const float* swapped, const Stream& stream) const;
   void land(void* values, DType dtype, double unit, bool divides, const Stream& stream) const;
   void collect(float* sums, const Stream& stream) const;
@@ -26,9 +26,5 @@ class PYCOMM_API DeviceMoments : public Matrices {
   void square(const Pass& pass, const std::vector<Turn>& turns, bool is_new,
               const Stream& stream) const;
 };
-
-PYCOMM_API void encode(const std::vector<Encode>& matrices, float* scratch, const Stream& stream);
-PYCOMM_API void sent(const std::vector<Sent>& matrices, const Stream& stream);
-PYCOMM_API void move(const std::vector<Move>& matrices, DType dtype, const Stream& stream);
 
 }  // namespace pycomm::moments

@@ -169,20 +169,15 @@ PYCOMM_SIMD void divide_row(float* __restrict g, const float* __restrict m,
   for (size_t j = 0; j < count; j++) g[j] = (g[j] * rest + m[j] * beta) * row * column[j];
 }
 
+/// The same where nothing divides.
+PYCOMM_SIMD void blend_row(float* __restrict g, const float* __restrict m, size_t count, float beta,
+                           float rest) {
+  for (size_t j = 0; j < count; j++) g[j] = g[j] * rest + m[j] * beta;
+}
+
 PYCOMM_SIMD void divide_alone(float* __restrict g, const float* __restrict column, size_t count,
                               float rest, float row) {
   for (size_t j = 0; j < count; j++) g[j] = g[j] * rest * row * column[j];
-}
-
-PYCOMM_SIMD void decay_row(const float* g, const float* x, float* out, size_t count, float decay) {
-  for (size_t j = 0; j < count; j++) out[j] = g[j] + x[j] * decay;
-}
-
-/// The sum of g and of m, if that is not null, times what belongs to each.
-PYCOMM_SIMD void blend_row(const float* g, const float* m, float* out, size_t count, float beta,
-                           float rest) {
-  if (!m) return scale_to(g, out, count, rest);
-  for (size_t j = 0; j < count; j++) out[j] = g[j] * rest + m[j] * beta;
 }
 
 /// Leaves a share of the gradient in a row that was divided.
@@ -212,15 +207,19 @@ PYCOMM_SIMD void move_row(float* __restrict x, const float* __restrict g,
   }
 }
 
-/// The same without denominators.
-PYCOMM_SIMD void move_plainly(float* __restrict x, const float* __restrict g, size_t count,
-                              float lr, float keep) {
-  for (size_t j = 0; j < count; j++) x[j] = x[j] * keep - g[j] * lr;
+/// The same without denominators; also writes what is kept of the momentum.
+PYCOMM_SIMD void move_plainly(float* __restrict x, const float* __restrict g, float* __restrict out,
+                              size_t count, float lr, float keep, float kept) {
+  for (size_t j = 0; j < count; j++) {
+    out[j] = g[j] * kept;
+    x[j] = x[j] * keep - g[j] * lr;
+  }
 }
 
+/// What was sent of values that nothing divides.
 PYCOMM_SIMD void sent_plainly(const float* x, const float* before, const float* after, float* out,
-                              size_t count) {
-  for (size_t j = 0; j < count; j++) out[j] = x[j] + before[j] - after[j];
+                              size_t count, float kept) {
+  for (size_t j = 0; j < count; j++) out[j] = (x[j] + before[j] - after[j]) * kept;
 }
 
 PYCOMM_SIMD void sent_row(const float* __restrict x, const float* __restrict before,
@@ -297,6 +296,66 @@ void put(const Stored& to, size_t i, const float* values, size_t count, bool far
 }
 
 // ------------------------------------------------------------------------------ matrices
+
+struct Shape {
+  size_t rows, columns;
+};
+
+/// Factors by row, which are 1 behind the last real one, and by column. Nulls: all are 1.
+struct MatrixFactors {
+  const float* row = nullptr;
+  const float* column = nullptr;
+  size_t real = 0;
+
+  float of_row(size_t i) const { return row && i < real ? row[i] : 1.0f; }
+};
+
+/// What `encode` does with a shard.
+struct Encode {
+  float* values = nullptr;  ///< g [rows, columns], which becomes p
+  Shape shape = {};
+  size_t group = 0;  ///< the same of all shards of a matrix
+  size_t real = 0;   ///< rows before the padding
+  bool looks_only = false;
+  MatrixFactors by = {};
+  Stored momentum = {};  ///< m of the real rows; null: it is left out
+  float beta = 0, rest = 1;
+  float* row_sums = nullptr;  ///< to which `unit` times g's squares are added; null: not wanted
+  float* column_sums = nullptr;
+  float unit = 1;
+  const float* bounds = nullptr;  ///< [real]; g's squares count at most `most` times their sum
+  float most = 0;                 ///< 0: any
+  const float* signs = nullptr;   ///< [columns]; null: rows have no projections
+  size_t begin = 0;               ///< number of the first row in the matrix, of which
+  size_t first = 0, stride = 1;   ///< these rows have one
+  float* projections = nullptr;   ///< to which `by_unit` times g's rows times the signs are added
+  float by_unit = 1;
+  Stored residual = {};     ///< e, by which p is coded
+  float* errors = nullptr;  ///< [2], to which the squares of e and of p + e are added; null: none
+  float* copy = nullptr;    ///< where p is written, too; null: nowhere
+};
+
+/// A matrix of `sent`.
+struct Sent {
+  Stored values;
+  Shape shape;
+  MatrixFactors by;
+  float kept;
+  Stored before, after;  ///< the residual before and after the coding, of one form; or none
+  Stored out;
+};
+
+/// A parameter of `move`.
+struct Move {
+  Stored x;
+  Shape shape;
+  Stored gradient;
+  Stored momentum;
+  MatrixFactors by;  ///< reciprocals of the denominators; nulls: the gradient moves as it is
+  float lr, keep, limit;
+  float kept;         ///< what the gradient is multiplied by to be kept
+  bool moves = true;  ///< else only the momentum is kept
+};
 
 size_t blocks_of(size_t rows) { return (rows + kBlock - 1) / kBlock; }
 
@@ -380,11 +439,6 @@ class Encoding {
   /// Goes over a block of rows.
   void take(size_t block, bool far) {
     const size_t first = block * kBlock, end = std::min(shape.rows, first + kBlock);
-    if (task_.gradient.at) {
-      const size_t together = task_.errors ? 1 : kBlock;  // errors are added up row by row
-      for (size_t i = first; i < end; i += together) blend(i, std::min(end, i + together), far);
-      return;
-    }
     for (size_t i = first; i < end; i += 2) {
       const size_t stop = std::min(end, i + 2);
       look(i, stop);
@@ -461,26 +515,6 @@ class Encoding {
     }
   }
 
-  /// Makes rows of a gradient that is elsewhere, which have no factors.
-  void blend(size_t begin, size_t end, bool far) {
-    Slice given, decayed, made, room;
-    const size_t first = begin * shape.columns, last = end * shape.columns;
-    for (size_t at = first; at < last; at += kSlice) {
-      const size_t count = std::min(kSlice, last - at);
-      const float* g = loaded(task_.gradient, at, count, given);
-      if (task_.parameter.at) {
-        const float* const x = loaded(task_.parameter, at, count, room);
-        decay_row(g, x, decayed, count, task_.decay);
-        g = decayed;
-      }
-      const bool adds = task_.momentum.at != nullptr;
-      const float* const m = adds ? loaded(task_.momentum, at, count, room) : nullptr;
-      blend_row(g, m, made, count, task_.beta, task_.rest);
-      put(task_.values + at, made, count, far);
-      written(begin, at, count, made, room, at == first, far);
-    }
-  }
-
   void divide(size_t i, bool far) {
     const float row = 1.0f / task_.by.of_row(i);
     Slice room;
@@ -489,7 +523,11 @@ class Encoding {
       float* const g = task_.values + at;
       if (has_momentum(i)) {
         const float* m = loaded(task_.momentum, at, count, room);
-        divide_row(g, m, reciprocals_ + j, count, task_.beta, task_.rest, row);
+        if (task_.by.row) {
+          divide_row(g, m, reciprocals_ + j, count, task_.beta, task_.rest, row);
+        } else {
+          blend_row(g, m, count, task_.beta, task_.rest);
+        }
       } else {
         divide_alone(g, reciprocals_ + j, count, task_.rest, row);
       }
@@ -521,6 +559,30 @@ class Encoding {
   float* const columns_;      // sums of squares [blocks, width]
   float share_ = 1;
 };
+
+void run(const std::vector<Encode>& tasks, int threads) {
+  std::vector<Encoding> all;
+  all.reserve(tasks.size());
+  // Kept from call to call: pages of fresh memory would cost as much as the sums.
+  thread_local std::vector<float> room;
+  size_t values = 0, numel = 0;
+  for (const Encode& task : tasks) numel += Encoding::room_for(task);
+  room.assign(numel, 0.0f);
+  float* next = room.data();
+  std::vector<size_t> groups;  // the first one of each, and the end
+  for (size_t i = 0; i < tasks.size(); i++) {
+    if (i == 0 || tasks[i].group != tasks[i - 1].group) groups.push_back(i);
+    all.emplace_back(tasks[i], next);
+    next += Encoding::room_for(tasks[i]);
+    values += tasks[i].shape.rows * tasks[i].shape.columns;
+  }
+  groups.push_back(tasks.size());
+  over_blocks(all, threads, [](Encoding& one, size_t block, bool far) { one.take(block, far); });
+  // Shards add to the same sums, one after the other.
+  spread(groups.size() - 1, values, threads, [&](size_t g) {
+    for (size_t i = groups[g]; i < groups[g + 1]; i++) all[i].finish();
+  });
+}
 
 /// Values of a matrix as floats: where they are, or in memory of their own.
 class Floats {
@@ -557,12 +619,13 @@ void sent_block(const Sent& item, size_t block, bool far) {
       e = loaded(item.before, at, count, before);
       left = loaded(item.after, at, count, after);
     }
-    if (!item.by.row && e) {
-      sent_plainly(values, e, left, out, count);
-      values = out;
-    } else if (item.by.row) {
+    if (!item.by.column && e) {
+      sent_plainly(values, e, left, out, count, item.kept);
+    } else if (!item.by.column) {
+      scale_to(values, out, count, item.kept);
+    } else {
       over_rows(item.shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
-        const float row = item.by.of_row(i);
+        const float row = item.by.of_row(i) * item.kept;
         if (e) {
           sent_row(values + k, e + k, left + k, item.by.column + j, out + k, n, row);
         } else {
@@ -570,37 +633,34 @@ void sent_block(const Sent& item, size_t block, bool far) {
           multiply_row(out + k, item.by.column + j, n, row);
         }
       });
-      values = out;
     }
     if (item.out.form == kFloat32) {
-      put(floats_at(item.out) + at, values, count, far);
+      put(floats_at(item.out) + at, out, count, far);
     } else {
-      feedback::store(static_cast<Storage>(item.out.form), {values, count}, from(item.out, at).at);
+      feedback::store(static_cast<Storage>(item.out.form), {out, count}, from(item.out, at).at);
     }
   });
 }
 
 void move_block(const Move& item, size_t block, bool far) {
   over_slices(item.shape, block, [&](size_t at, size_t count) {
-    Slice given, restored, values;
-    const float* g = loaded(item.gradient, at, count, given);
-    if (item.restore != 1) {
-      scale_to(g, restored, count, item.restore);
-      g = restored;
-    }
+    Slice given, scaled, values;
+    const float *const g = loaded(item.gradient, at, count, given), *kept = g;
+    if (item.kept != 1 && item.by.row) scale_to(g, scaled, count, item.kept);
+    if (item.kept != 1 || !item.by.row) kept = scaled;
     if (item.moves) {
       auto* const x = const_cast<float*>(loaded(item.x, at, count, values));
       if (!item.by.row) {
-        move_plainly(x, g, count, item.lr, item.keep);
+        move_plainly(x, g, scaled, count, item.lr, item.keep, item.kept);
       } else {
         over_rows(item.shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
           const float row = item.by.row[i];
-          move_row(x + k, g + k, item.by.column + j, n, row, item.lr, item.keep, item.limit);
+          move_row(x + k, kept + k, item.by.column + j, n, row, item.lr, item.keep, item.limit);
         });
       }
       if (item.x.form != kFloat32) put(item.x, at, x, count, false);
     }
-    if (item.momentum.at) put(item.momentum, at, g, count, far);
+    put(item.momentum, at, kept, count, far);
   });
 }
 
@@ -685,7 +745,7 @@ void take_turns(const std::vector<Matrix>& matrices, const Pass& pass,
     task.looks_only = new_ones;
     if (!new_ones) {
       set_step(numbers, turn.momentum, pass.unit);
-      task.beta = numbers.beta;
+      task.beta = numbers.beta * (1.0f / turn.kept);
       task.rest = numbers.rest;
       if (pass.divides) task.by = factors_of(m);
       if (task.beta > 0) {
@@ -699,7 +759,7 @@ void take_turns(const std::vector<Matrix>& matrices, const Pass& pass,
     }
     tasks.push_back(task);
   }
-  moments::encode(tasks, nullptr, threads);
+  run(tasks, threads);
   for (size_t i = 0; !new_ones && i < floats.size(); i++) floats[i].write(copies[i]);
 }
 
@@ -714,7 +774,7 @@ void HostMoments::encode(const Pass& pass, const std::vector<Turn>& turns, int t
 }
 
 void HostMoments::sent(const void* values, DType dtype, const std::vector<Sending>& sendings,
-                       const float*, int threads) const {
+                       bool divides, const float*, int threads) const {
   std::vector<Sent> items;
   for (size_t i = 0; i < matrices_.size(); i++) {
     const Matrix& m = matrices_[i];
@@ -723,7 +783,8 @@ void HostMoments::sent(const void* values, DType dtype, const std::vector<Sendin
         by.before == nullptr ? m.residual.at[by.residual] : const_cast<uint8_t*>(by.before);
     items.push_back({{place(values, dtype, m), form_of(dtype)},
                      shape_of(m),
-                     factors_of(m),
+                     divides ? factors_of(m) : MatrixFactors{},
+                     by.kept,
                      {before, m.residual.form},
                      {m.residual.at[1 - by.residual], m.residual.form},
                      {m.own.at[by.own], m.own.form}});
@@ -734,16 +795,20 @@ void HostMoments::sent(const void* values, DType dtype, const std::vector<Sendin
 void HostMoments::land(void* values, DType dtype, double unit, bool divides, int threads) const {
   const auto by_unit = static_cast<float>(unit);
   over_blocks(matrices_, threads, [&](const Matrix& m, size_t block, bool) {
-    if (!divides) return;
+    if (!divides && by_unit == 1) return;
     const Stored x{place(values, dtype, m), form_of(dtype)};
     const MatrixFactors by = factors_of(m);
     const Shape shape = shape_of(m);
     over_slices(shape, block, [&](size_t at, size_t count) {
       Slice room;
       auto* const made = const_cast<float*>(loaded(x, at, count, room));
-      over_rows(shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
-        multiply_row(made + k, by.column + j, n, by.of_row(i) * by_unit);
-      });
+      if (!divides) {
+        scale_to(made, made, count, by_unit);
+      } else {
+        over_rows(shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
+          multiply_row(made + k, by.column + j, n, by.of_row(i) * by_unit);
+        });
+      }
       if (x.form != kFloat32) put(x, at, made, count, false);
     });
   });
@@ -796,56 +861,26 @@ void HostMoments::move(const std::vector<Step>& steps, DType dtype, int threads)
               .shape = {m.rows.real(), m.rows.columns},
               .gradient = {static_cast<uint8_t*>(const_cast<void*>(step.gradient)), form_of(dtype)},
               .momentum = m.momentum,
-              .by = {room.reciprocal_row + m.rows.first, room.reciprocal_column, m.rows.real()},
+              .by = {},
               .lr = static_cast<float>(step.lr),
               .keep = static_cast<float>(step.keep),
               .limit = numbers.steps > 0 ? static_cast<float>(step.limit) : 0.0f,
-              .moves = numbers.weight > 0};
+              .kept = step.kept,
+              .moves = !step.divides || numbers.weight > 0};
+    if (step.divides) {
+      item.by = {room.reciprocal_row + m.rows.first, room.reciprocal_column, m.rows.real()};
+    }
     if (item.moves && step.probed && numbers.probe.value[0] != 0) {
       float first, second;
       Slice room_of_one;
       first = *loaded(item.gradient, numbers.probe.at[0], 1, room_of_one);
       second = *loaded(item.gradient, numbers.probe.at[1], 1, room_of_one);
       const float tolerance = dtype == DType::float32 ? kTolerance : kTolerance16;
-      item.restore = restoring(numbers.probe, first, second, tolerance);
+      item.kept *= restoring(numbers.probe, first, second, tolerance);
     }
     items.push_back(item);
   }
   over_blocks(items, threads, move_block);
-}
-
-// ------------------------------------------------------------------------------ single matrices
-
-void encode(const std::vector<Encode>& tasks, float*, int threads) {
-  std::vector<Encoding> all;
-  all.reserve(tasks.size());
-  // Kept from call to call: pages of fresh memory would cost as much as the sums.
-  thread_local std::vector<float> room;
-  size_t values = 0, numel = 0;
-  for (const Encode& task : tasks) numel += Encoding::room_for(task);
-  room.assign(numel, 0.0f);
-  float* next = room.data();
-  std::vector<size_t> groups;  // the first one of each, and the end
-  for (size_t i = 0; i < tasks.size(); i++) {
-    if (i == 0 || tasks[i].group != tasks[i - 1].group) groups.push_back(i);
-    all.emplace_back(tasks[i], next);
-    next += Encoding::room_for(tasks[i]);
-    values += tasks[i].shape.rows * tasks[i].shape.columns;
-  }
-  groups.push_back(tasks.size());
-  over_blocks(all, threads, [](Encoding& one, size_t block, bool far) { one.take(block, far); });
-  // Shards add to the same sums, one after the other.
-  spread(groups.size() - 1, values, threads, [&](size_t g) {
-    for (size_t i = groups[g]; i < groups[g + 1]; i++) all[i].finish();
-  });
-}
-
-void sent(const std::vector<Sent>& matrices, int threads) {
-  over_blocks(matrices, threads, sent_block);
-}
-
-void move(const std::vector<Move>& matrices, DType, int threads) {
-  over_blocks(matrices, threads, move_block);
 }
 
 }  // namespace pycomm::moments

@@ -24,7 +24,8 @@ __device__ __forceinline__ uint32_t patches_of(const Rows& rows) {
   return static_cast<uint32_t>(rows.patches());
 }
 
-/// Returns the room of a matrix; nulls: it has no factors.
+/// Returns the room of a matrix. It always has one: asking keeps its addresses, which come late in
+/// most kernels, out of registers that are scarce before.
 template <typename Params>
 __device__ __forceinline__ Room room_of(const Params& args) {
   return args.room == nullptr ? Room{} : room_at(args.room, args.rows.all, args.rows.columns);
@@ -259,10 +260,8 @@ __global__ void __launch_bounds__(cuda::kThreads) encode(const codecs::Batch<Enc
   const size_t tile = codecs::warp_of(args), group = tile / patches;
   const auto patch = static_cast<uint32_t>(tile % patches);
   const size_t first = group * kEncodeRows;
-  const Numbers* const numbers = room.numbers;
-  const float beta = numbers != nullptr ? numbers->beta : args.beta;
-  const float rest = numbers != nullptr ? numbers->rest : args.rest;
-  const float share = numbers != nullptr ? room.shares[rows.shard] : 1.0f;
+  const float beta = room.numbers->beta * args.by_kept, rest = room.numbers->rest;
+  const float share = room.shares[rows.shard];
   const float other = (1 - share) * beta;
   const bool goes_on = beta > 0;
   if (first < rows.count) {
@@ -285,12 +284,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode(const codecs::Batch<Enc
       for (int k = 0; k < kEach; k++) {
         const size_t j = begin + k * kLanes, at = i * args.rows.columns + j;
         const bool there = j < args.rows.columns;
-        g[k] = !there                     ? 0.0f
-               : args.gradient == nullptr ? Value::decode(values[at])
-                                          : stored_value(args.gradient, args.gradient_form, at);
-        if (there && args.parameter != nullptr) {
-          g[k] = g[k] + stored_value(args.parameter, args.parameter_form, at) * args.decay;
-        }
+        g[k] = there ? Value::decode(values[at]) : 0.0f;
         m[k] = there && adds ? stored_value(args.momentum, args.momentum_form, at) : 0.0f;
         e[k] = there && args.stored != nullptr ? stored_value(args.stored, args.form, at) : 0.0f;
       }
@@ -319,10 +313,8 @@ __global__ void __launch_bounds__(cuda::kThreads) encode(const codecs::Batch<Enc
     }
   }
   if (args.stored == nullptr) return;
-  const bool own = args.errors != nullptr;
-  auto* const done = own ? reinterpret_cast<uint32_t*>(args.errors + 2) : &room.numbers->done[1];
-  if (!is_last(done, rows.shards * args.blocks.count)) return;
-  float* const errors = own ? args.errors : room.fresh + rows.all + rows.columns;
+  if (!is_last(&room.numbers->done[1], rows.shards * args.blocks.count)) return;
+  float* const errors = room.fresh + rows.all + rows.columns;
   const float* const first_left = args.left - rows.shard * rows.scratch_floats();
   for (uint32_t s = 0; s < rows.shards; s++) {
     const float* const left_parts = first_left + s * rows.scratch_floats();
@@ -407,8 +399,12 @@ __global__ void __launch_bounds__(cuda::kThreads) sent(const codecs::Batch<SentP
         x = x + stored_value(before, args.form, at.i);
         x = x - stored_value(after, args.form, at.i);
       }
-      if (args.room != nullptr)
-        x = x * factor_of(room.by_row, args.rows, at.row) * room.by_column[at.column];
+      if (args.divides != 0) {
+        const float by_row = factor_of(room.by_row, args.rows, at.row) * args.kept;
+        x = x * by_row * room.by_column[at.column];
+      } else {
+        x = x * args.kept;
+      }
     }
     store_lanes(args.out, args.out_form, at.i, at.there(), x);
   }
@@ -425,9 +421,13 @@ __global__ void __launch_bounds__(cuda::kThreads) land(const codecs::Batch<LandP
   for (int k = 0; k < kEach; k++, at.next()) {
     if (!at.there()) continue;
     float x = Value::decode(values[at.i]);
-    if (args.divides != 0) {
-      const float by_row = factor_of(room.by_row, args.rows, at.row) * args.unit;
-      const typename Value::Code code = Value::encode(x * by_row * room.by_column[at.column]);
+    if (args.divides != 0 || args.unit != 1.0f) {
+      float by_row = args.unit, by_column = 1.0f;
+      if (args.divides != 0) {
+        by_row = factor_of(room.by_row, args.rows, at.row) * args.unit;
+        by_column = room.by_column[at.column];
+      }
+      const typename Value::Code code = Value::encode(x * by_row * by_column);
       values[at.i] = code;
       x = Value::decode(code);
     }
@@ -453,28 +453,29 @@ __global__ void __launch_bounds__(cuda::kThreads) move(const codecs::Batch<MoveP
   const Room room = room_of(args);
   auto* values = static_cast<typename Value::Code*>(args.values);
   auto* momentum = static_cast<typename Value::Code*>(args.momentum);
-  const bool divides = args.room != nullptr;
+  const auto* gradient = static_cast<const typename Value::Code*>(args.gradient);
+  const bool divides = args.divides != 0;
   const bool known = !divides || room.numbers->weight > 0;
   const bool limited = divides && room.numbers->steps > 0;
-  float restore = 1.0f;
+  float by = args.kept;
   if (known && args.probed != 0) {
     const Probe probe = room.numbers->probe;
-    const float first = stored_value(args.gradient, args.gradient_form, probe.at[0]);
-    const float second = stored_value(args.gradient, args.gradient_form, probe.at[1]);
+    const float first = Value::decode(gradient[probe.at[0]]);
+    const float second = Value::decode(gradient[probe.at[1]]);
     const float tolerance = sizeof(typename Value::Code) == 4 ? kTolerance : kTolerance16;
-    restore = restoring(probe, first, second, tolerance);
+    by = by * restoring(probe, first, second, tolerance);
   }
   Walk<MoveParams> at(args);
 #pragma unroll
   for (int k = 0; k < kEach; k++, at.next()) {
     if (!at.there()) continue;
-    const float now = stored_value(args.gradient, args.gradient_form, at.i) * restore;
-    if (momentum != nullptr) momentum[at.i] = Value::encode(now);
+    float moved = Value::decode(gradient[at.i]);
+    const float kept = moved * by;
+    momentum[at.i] = Value::encode(kept);
     if (!known) continue;
-    float moved = now;
     if (divides)
       moved =
-          now * room.reciprocal_row[args.rows.first + at.row] * room.reciprocal_column[at.column];
+          kept * room.reciprocal_row[args.rows.first + at.row] * room.reciprocal_column[at.column];
     if (limited) {
       moved = moved > args.limit ? args.limit : moved;  // a NaN stays one
       moved = moved < -args.limit ? -args.limit : moved;

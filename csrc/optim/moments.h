@@ -1,7 +1,6 @@
 // Passes over matrices whose second moments are products of a row's and a column's factor, for all
-// matrices of a bucket or of a step in one call; and over matrices without factors, for an
-// optimizer that divides by nothing. pycomm/momentum/moment.py has the formulas. There are passes
-// on the host, and kernels of a device (device_moments.h), with the same bits.
+// matrices of a bucket or of a step in one call. pycomm/momentum/moment.py has the formulas. There
+// are passes on the host, and kernels of a device (device_moments.h), with the same bits.
 //
 // Sums have one order, whatever the level of SIMD and the number of threads. A row is cut into
 // patches of kPatch values. In a patch each of kLanes lanes adds up every kLanes-th value, and then
@@ -55,6 +54,7 @@ struct Turn {
   const float* signs;  ///< [columns]; null: rows have no projections, and errors are not added up
   uint32_t first, stride;  ///< the rows that have one
   double momentum;         ///< coefficient of an exact momentum
+  float kept;              ///< what is kept of it, m and o, is this times a mean of gradients
   int own;                 ///< the side of o that is read; -1: m takes its place
   uint32_t residual;       ///< the side of e that is read
   bool is_new;             ///< there were no second moments before this step
@@ -78,6 +78,7 @@ struct Sending {
   const uint8_t* before;  ///< the residual before the coding; null: it is where `Turn` says
   uint32_t residual;      ///< as in Turn
   uint32_t own;           ///< the side of o that is written
+  float kept;             ///< as in Turn
 };
 
 /// How `commit` uses the ranks' sums of a matrix.
@@ -92,7 +93,9 @@ struct Step {
   void* values;
   const void* gradient;
   double lr, keep, limit;
-  bool probed;  ///< `land` has made the gradient in this step
+  float kept;    ///< as in Turn
+  bool divides;  ///< by d
+  bool probed;   ///< `land` has made the gradient in this step
 };
 
 /// The matrices of a bucket or of a step.
@@ -133,8 +136,8 @@ class PYCOMM_API HostMoments : public Matrices {
   /// Adds up those of the others, and replaces gradients g by p = (beta m + rest g) / d. A shard
   /// of more squares than is allowed is scaled down to that.
   void encode(const Pass& pass, const std::vector<Turn>& turns, int threads) const;
-  /// Stores what was sent of coded values x: (x + e before - e after) d.
-  void sent(const void* values, DType dtype, const std::vector<Sending>& sendings,
+  /// Stores what was sent of coded values x: (x + e before - e after) d kept. `divides`: see Pass.
+  void sent(const void* values, DType dtype, const std::vector<Sending>& sendings, bool divides,
             const float* swapped, int threads) const;
   /// Multiplies coded values by unit and, if they were divided, by d; and looks at them.
   void land(void* values, DType dtype, double unit, bool divides, int threads) const;
@@ -143,80 +146,9 @@ class PYCOMM_API HostMoments : public Matrices {
   void collect(float* sums, int threads) const;
   /// Takes the total of `sums` over the ranks; null: they were not exchanged.
   void commit(const float* sums, const std::vector<Commit>& how, uint32_t ranks, int threads) const;
-  /// Takes steps, where g is what it was when it was landed: m <- g; x <- keep x - lr clip(g / d).
+  /// Takes steps: m <- kept g, where g is what it was when it was landed, and
+  /// x <- keep x - lr clip(g / d) with the same g; or, without d, x <- keep x - lr g as it is now.
   void move(const std::vector<Step>& steps, DType dtype, int threads) const;
 };
-
-// Passes over single matrices. On a device they have no factors, and no sums of squares.
-
-struct Shape {
-  size_t rows, columns;
-};
-
-/// Factors by row, which are 1 behind the last real one, and by column. Nulls: all are 1.
-struct MatrixFactors {
-  const float* row = nullptr;
-  const float* column = nullptr;
-  size_t real = 0;
-
-  float of_row(size_t i) const { return row && i < real ? row[i] : 1.0f; }
-};
-
-/// What `encode` does with a shard, or with a matrix without factors.
-struct Encode {
-  float* values = nullptr;  ///< g [rows, columns], which becomes p
-  Shape shape = {};
-  size_t group = 0;  ///< the same of all shards of a matrix
-  size_t real = 0;   ///< rows before the padding
-  bool looks_only = false;
-  MatrixFactors by = {};
-  Stored momentum = {};  ///< m of the real rows; null: it is left out
-  float beta = 0, rest = 1;
-  float* row_sums = nullptr;  ///< to which `unit` times g's squares are added; null: not wanted
-  float* column_sums = nullptr;
-  float unit = 1;
-  const float* bounds = nullptr;  ///< [real]; g's squares count at most `most` times their sum
-  float most = 0;                 ///< 0: any
-  const float* signs = nullptr;   ///< [columns]; null: rows have no projections
-  size_t begin = 0;               ///< number of the first row in the matrix, of which
-  size_t first = 0, stride = 1;   ///< these rows have one
-  float* projections = nullptr;   ///< to which `by_unit` times g's rows times the signs are added
-  float by_unit = 1;
-  Stored residual = {};     ///< e, by which p is coded
-  float* errors = nullptr;  ///< [2], to which the squares of e and of p + e are added; null: none
-  float* copy = nullptr;    ///< where p is written, too; null: nowhere
-  Stored gradient = {};     ///< g, if it is elsewhere: `values` is only written
-  Stored parameter = {};    ///< x; null: there is no decay
-  float decay = 0;          ///< g is added to by this times x
-};
-
-/// A matrix of `sent`.
-struct Sent {
-  Stored values;
-  Shape shape;
-  MatrixFactors by;
-  Stored before, after;  ///< the residual before and after the coding, of one form; or none
-  Stored out;
-};
-
-/// A parameter of `move`.
-struct Move {
-  Stored x;
-  Shape shape;
-  Stored gradient;
-  Stored momentum;   ///< null: it is not kept
-  MatrixFactors by;  ///< reciprocals of the denominators
-  float lr, keep, limit;
-  float restore = 1;  ///< what the gradient is multiplied by
-  bool moves = true;  ///< else only the momentum is kept
-};
-
-/// Replaces gradients by p = (beta m + rest (g + decay x)) / d. `scratch`: on a device, [2, rows,
-/// patches] for each matrix with errors.
-PYCOMM_API void encode(const std::vector<Encode>& matrices, float* scratch, int threads);
-/// Stores what was sent of values: (x + before - after) d.
-PYCOMM_API void sent(const std::vector<Sent>& matrices, int threads);
-/// m <- g; x <- keep x - lr clip(g / d).
-PYCOMM_API void move(const std::vector<Move>& matrices, DType dtype, int threads);
 
 }  // namespace pycomm::moments

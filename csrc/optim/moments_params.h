@@ -170,7 +170,7 @@ PYCOMM_HD double shortened(double momentum, double error) {
   return found > 0 ? found : 0.0;
 }
 
-/// Sets what the momentum and the gradient are multiplied by in a step.
+/// Sets what a mean momentum and the gradient are multiplied by in a step.
 PYCOMM_HD void set_step(Numbers& numbers, double momentum, double unit) {
   const double beta = shortened(momentum, numbers.coding_error);
   numbers.beta = static_cast<float>(beta);
@@ -256,21 +256,18 @@ struct SquaresParams {
 struct EncodeParams {
   codecs::Blocks blocks;
   void* values;
-  float* room;  ///< null, as in the following: no factors; `beta` and `rest` are these
+  float* room;
   const void* momentum;
   const uint8_t* stored;      ///< the residual; null: its errors are not wanted
   const uint8_t* other_side;  ///< in place of it, if the batch says so
   void* copy;                 ///< null: nowhere
   float* left;                ///< [2, rows, patches] of the shard, for parts of the sums of errors
-  float* errors;              ///< [2], and a zero that counts blocks; null: those of the room
-  const void* gradient;       ///< null: it is in `values`
-  const void* parameter;      ///< null: it does not decay
   Rows rows;
-  uint8_t momentum_form, form, gradient_form, parameter_form;
-  float beta, rest, decay;
+  uint16_t momentum_form, form;
+  float by_kept;     ///< by which the momentum is a mean one
   uint32_t divides;  ///< 0: factors are 1
 };
-static_assert(sizeof(EncodeParams) <= 128);
+static_assert(sizeof(EncodeParams) <= 96);
 
 struct SentParams {
   codecs::Blocks blocks;
@@ -280,7 +277,9 @@ struct SentParams {
   const uint8_t* after;
   uint8_t* out;
   Rows rows;
-  uint16_t form, out_form;
+  uint8_t form, out_form;
+  uint16_t divides;  ///< 0: factors are 1
+  float kept;
   uint32_t swapped;  ///< not 0: `before` and `after` are exchanged
 };
 static_assert(sizeof(SentParams) <= 80);
@@ -291,7 +290,7 @@ struct LandParams {
   float* room;
   Rows rows;
   float unit;
-  uint32_t divides;  ///< 0: values stay as they are
+  uint32_t divides;  ///< 0: factors are 1
 };
 
 struct MoveParams {
@@ -299,12 +298,12 @@ struct MoveParams {
   void* values;
   float* room;
   const void* gradient;
-  void* momentum;  ///< null: it is not kept
+  void* momentum;
   Rows rows;
-  uint32_t gradient_form;
   float lr, keep;
-  float limit;      ///< while second moments are some steps old
-  uint32_t probed;  ///< not 0: `land` of this step has made the gradient
+  float limit;  ///< while second moments are some steps old
+  float kept;
+  uint16_t divides, probed;  ///< 0: no
 };
 static_assert(sizeof(MoveParams) <= 80);  // launches have room for 50 matrices
 

@@ -84,7 +84,7 @@ class ShardedMomenta(Momenta):
             unit=self._scale,
             ranks=self.state.process_group.size(),
             looks=self._exchanges_sums,
-            divides=True,
+            divides=self._kind.divides,
         )
         job.encode(scale=self._scale_on)
         wait = self.reducer.scatter(output, input, names, group, average=average)
@@ -102,8 +102,12 @@ def _is_filled(moment: CodedMoment) -> bool:
     return gradient is not None and bool(local(gradient).any())
 
 
-def check_averages(model: nn.Module) -> list[dist.ProcessGroup]:
+def check_averages(model: nn.Module, who: str) -> list[dist.ProcessGroup]:
     """Check that torch averages the gradients; return the groups of ranks that it averages over.
+
+    Args:
+        model: the model.
+        who: name of its optimizer.
 
     Raises:
         Error: torch divides the gradients by something else, or sums them.
@@ -121,7 +125,7 @@ def check_averages(model: nn.Module) -> list[dist.ProcessGroup]:
         for name, parameter in unit.parameters.items():
             if parameter.fsdp_placement.dim != 0 and parameter.sharded_param.ndim > 1:
                 raise ValueError(
-                    f"CodedAdamW: {name} is sharded by dimension {parameter.fsdp_placement.dim}, "
+                    f"{who}: {name} is sharded by dimension {parameter.fsdp_placement.dim}, "
                     "and its momentum travels by rows: leave out shard_placement_fn"
                 )
         if isinstance(group.mesh_info, DDPMeshInfo):

@@ -48,6 +48,7 @@ class Momenta(Transform, ABC):
     """The momenta of a state's parameters, whatever wraps the model.
 
     Args:
+        kind: what is kept of a parameter.
         find: function from a parameter to its optimizer's settings and state; None: the optimizer
             does not have it.
         unit: function that returns the loss scale.
@@ -61,8 +62,10 @@ class Momenta(Transform, ABC):
     own: Residuals
     """What this rank has sent of the momentum, also for the shards of other ranks."""
 
-    def __init__(self, find: Find, unit: Callable[[], float], refresh: int) -> None:
-        self._find, self._unit, self._scale = find, unit, 1.0
+    def __init__(
+        self, kind: type[CodedMoment], find: Find, unit: Callable[[], float], refresh: int
+    ) -> None:
+        self._kind, self._find, self._unit, self._scale = kind, find, unit, 1.0
         self.steps = 0
         """Optimizer steps so far."""
         self.moments: dict[str, CodedMoment] = {}
@@ -88,9 +91,10 @@ class Momenta(Transform, ABC):
         super().bind(state)
         assert state.residuals is not None
         self.own = Residuals(state.residuals.rule, state.process_group.size(), owners=False)
+        name = self._kind.optimizer
         state.stays_because = (
-            "CodedAdamW keeps second moments that members share: wrap the module in a new "
-            "DistributedDataParallel, make a new CodedAdamW and call its adopt_state on all ranks"
+            f"{name} keeps second moments that members share: wrap the module in a new "
+            f"DistributedDataParallel, make a new {name} and call its adopt_state on all ranks"
         )
 
     def begin(self) -> None:
@@ -137,19 +141,18 @@ class Momenta(Transform, ABC):
         settings, kept = found
         shard, shards = self._shard()
         form = parameter, settings, kept, decision.codec
-        made = CodedMoment(*form, shard=shard, shards=shards)
+        made = self._kind(*form, shard=shard, shards=shards)
         self.factor(made, kept)
         self.moments[name] = made
         return made
 
     def factor(self, moment: CodedMoment, state: dict[str, Any]) -> None:
-        """Make a state of torch's AdamW, which has full second moments, that of a coded moment.
+        """Make a state of torch's optimizer, which has no sums, that of a coded moment.
 
         The optimizer has such a state after it stepped a parameter that travelled exactly.
         """
         if state and "row" not in state:
-            sums = self.whole_sums(moment.squares_of(state))
-            factored = moment.factored(state, sums)
+            factored = moment.from_torch(state, self.whole_sums)
             state.clear()
             state.update(factored)
 
@@ -343,7 +346,7 @@ class Momenta(Transform, ABC):
             unit=self._scale,
             ranks=ranks,
             looks=self._exchanges_sums,
-            divides=ranks > 1 or self._divides(names),
+            divides=self._divides(names),
             room=room if copies else None,
         )
         if single:
@@ -373,6 +376,8 @@ class Momenta(Transform, ABC):
 
     def _divides(self, names: Sequence[str]) -> bool:
         """Return whether a momentum is divided by d: not where it is not coded, on one rank."""
+        if not self._kind.divides:
+            return False
         return self.state.process_group.size() > 1 or self._scale != 1 or self.reducer.is_fed(names)
 
     def _table_of(self, bucket: Bucket) -> Table:

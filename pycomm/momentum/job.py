@@ -82,10 +82,9 @@ class Job:
             # Of shards of other ranks the momentum is unknown.
             goes_on = own is not None and (own[i].last_step or shards > 1)
             read = own[i].side if own is not None and goes_on else -1
-            beta = float(moment.settings["betas"][0])
             turn = (
-                *(signs if self._looks else 0, first, stride, beta, read, side),
-                not moment.knows,
+                *(signs if self._looks else 0, first, stride),
+                *(*moment.by, read, side, not moment.knows),
             )
             turns += [turn] * shards
             self._sides += [side] * shards
@@ -114,9 +113,12 @@ class Job:
         sendings = []
         for i, (before, side) in enumerate(zip(befores, self._sides, strict=True)):
             at = 0 if before is None else before.data_ptr()
-            sendings.append((at, side, 1 - own[i // shards].side))
+            _, kept = self._table.parts[i // shards][0].by
+            sendings.append((at, side, 1 - own[i // shards].side, kept))
         at = self.coded.data_ptr()
-        self._passes.call(self._table.native.sent, at, self._dtype, sendings, self._swapped)
+        self._passes.call(
+            *(self._table.native.sent, at, self._dtype, sendings, self._divides, self._swapped)
+        )
 
     def land(self, result: torch.Tensor | None = None) -> None:
         """Make the ranks' mean a momentum.

@@ -14,7 +14,13 @@ The second moment is that of the mean gradient, as Adam's: the ranks' own square
 noise, times the share of them that `pycomm.momentum.agreement` measures. Of an n x m
 matrix it is the outer product of its row and column sums, divided by their total (Shazeer and Stern
 2018, "Adafactor", section 3): n + m numbers, which travel exactly. Division by d before coding
-makes all values of a block equally large, as they are in the update.
+makes all values of a block equally large, as they are in AdamW's update.
+
+For SGD d is 1, but for the bound of its gradients: values count by their size, as in its update.
+Its buffer is 1 / (1 - b1) times m, and m and o are kept in that unit, so that they stay what they
+are when a schedule changes b1. Its weight decay, which
+enters the buffer as a gradient, is exact and equal on all ranks: it is subtracted at once, as much
+as it comes to, and does not travel.
 
 A factor of d has a floor, relative to the root mean square of all, where the gradient is divided as
 where the parameter moves: what the coding of a row errs by would else be multiplied by their
@@ -40,7 +46,9 @@ moments decay) stays with them: a host queues a step on a device before it knows
 from __future__ import annotations
 
 import math
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -96,23 +104,30 @@ def shortened(momentum: float, error: float) -> float:
     return max(0.0, math.floor(_ONES * (momentum - error) / (1 - error)) / _ONES)
 
 
-class CodedMoment:
+class CodedMoment(ABC):
     """The momentum of one parameter of two or more dimensions.
 
-    It keeps what lasts in the optimizer's state: `exp_avg` [shape], sharded like the parameter, and
-    `row` [rows], `column` [columns], `heard` [2, rows + columns] (means, and squares), and numbers
-    (float32, no dimensions), equal on all ranks, which are views of what the passes read and write:
-    on a device, reading one waits for it.
+    It keeps what lasts in the optimizer's state: the momentum [shape], sharded like the parameter,
+    and `row` [rows], `column` [columns], `heard` [2, rows + columns] (means, and squares), and
+    numbers (float32, no dimensions), equal on all ranks, which are views of what the passes read
+    and write: on a device, reading one waits for it.
 
     Args:
         parameter: the parameter; a DTensor's shards are rows, equally many on all ranks but the
             last ones.
-        settings: the optimizer's group: `betas` and `eps`.
+        settings: the optimizer's group.
         state: the optimizer's state of the parameter.
         codec: codec of the momentum.
         shard: number of this rank's shard.
         shards: number of shards; 1: each rank has the whole parameter.
     """
+
+    optimizer: ClassVar[str]
+    """Name of the optimizer,"""
+    key: ClassVar[str]
+    """and that of the momentum in its state."""
+    divides: ClassVar[bool]
+    """The momentum is coded, and parameters move by it, divided by d."""
 
     def __init__(
         self,
@@ -148,9 +163,11 @@ class CodedMoment:
         self.turn = (0, 0, 1)
         """Of this step: address of the signs, and the first row and the distance of those that
         have a projection; see `agreement`."""
+        self.by = (0.0, 1.0)
+        """Of this step: `momentum` and `kept`, which the passes of a bucket look at."""
         self._has_weight = False
         self.knows = False
-        """There is a second moment by which to divide."""
+        """There is a second moment by which to divide, or nothing divides."""
         self.entered = False
         """The passes have written the sums of this backward."""
         self.landed = False
@@ -169,7 +186,7 @@ class CodedMoment:
     def start(self) -> None:
         """Fill an empty state; numbers that were loaded come to where the passes are."""
         state = self.state
-        if "exp_avg" not in state:
+        if self.key not in state:
             parameter, step = self.parameter, torch.zeros((), dtype=torch.float32, device="cpu")
             momentum = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             state.update(self._begun(step, momentum, self._zeros(), 0.0))
@@ -188,7 +205,7 @@ class CodedMoment:
         numbers |= {"mean_energy": 0.0, "own_energy": 0.0}
         return {
             "step": step,
-            "exp_avg": momentum,
+            self.key: momentum,
             "row": sums[: self.rows].clone(),
             "column": sums[self.rows :].clone(),
             "heard": self._zeros().repeat(2, 1),
@@ -205,53 +222,63 @@ class CodedMoment:
         self._restart()
         self._has_weight, self.is_stale = False, True
 
-    def squares_of(self, state: dict[str, Any]) -> torch.Tensor:
-        """Return the sums of a full second moment of torch's AdamW: of the own rows, and zeros."""
-        sums = self._zeros()
-        squares = local(state["exp_avg_sq"]).reshape(-1, self.columns).float()
-        sums[: self.rows][self._own] = squares.sum(1)
-        sums[self.rows :] = squares.sum(0)
-        return sums
+    @property
+    @abstractmethod
+    def momentum(self) -> float:
+        """Coefficient of an exact momentum."""
 
-    def factored(self, state: dict[str, Any], sums: torch.Tensor) -> dict[str, Any]:
-        """Return the state for one of torch's AdamW, whose second moment is a full one.
+    @property
+    def kept(self) -> float:
+        """What is kept of the momentum, in the state and of what was sent, is this times m."""
+        return 1.0
+
+    @property
+    @abstractmethod
+    def decay(self) -> float:
+        """Coefficient of the second moments."""
+
+    @property
+    def eps(self) -> float:
+        """What is added to d where it divides."""
+        return 0.0
+
+    @abstractmethod
+    def advance(self, lr: float, weight_decay: float) -> tuple[float, float, float]:
+        """Return what a step of the group's settings multiplies a move by, what is left of the
+        parameter, and the most that a value moves while second moments are old."""
+
+    @abstractmethod
+    def from_torch(
+        self, state: dict[str, Any], total: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, Any]:
+        """Return the state for one of torch's optimizer.
 
         Args:
-            state: that of torch's AdamW.
-            sums: the total of `squares_of` over the shards.
+            state: that of torch's optimizer.
+            total: function that adds sums of the own rows up over the shards.
         """
-        weight = 1 - float(self.settings["betas"][1]) ** float(state["step"])
-        return self._begun(state["step"], state["exp_avg"].contiguous(), sums, weight)
 
-    def unfactored(self) -> dict[str, Any]:
-        """Return a copy of the state as torch's AdamW has it."""
-        state = self.state
-        row, column = state["row"][self._own], state["column"]
-        weight = 1 - float(self.settings["betas"][1]) ** float(state["step"])
-        share = weight / max(_TINY, float(column.sum()) * float(state["moment_weight"]))
-        squares = torch.zeros_like(self.parameter)
-        local(squares).copy_(torch.outer(row * share, column).view_as(local(squares)))
-        return {
-            "step": state["step"].clone(),
-            "exp_avg": state["exp_avg"].clone(),
-            "exp_avg_sq": squares,
-        }
+    @abstractmethod
+    def as_torch(self) -> dict[str, Any]:
+        """Return a copy of the state as torch's optimizer has it."""
 
     @property
     def beta(self) -> float:
-        """The coefficient b for the horizon of betas[0], whose delay the codec takes part in."""
-        return shortened(float(self.settings["betas"][0]), float(self.state["coding_error"]))
+        """The coefficient b for the horizon of `momentum`, whose delay the codec takes part in."""
+        return shortened(self.momentum, float(self.state["coding_error"]))
 
     def begin(self) -> None:
         """Begin a backward; the host waits for a device until there is a second moment."""
         self.start()
         self.landed = self.entered = False
-        self._has_weight = self._has_weight or float(self.state["moment_weight"]) > 0
-        self.knows = self._has_weight
+        if self.divides and not self._has_weight:
+            self._has_weight = float(self.state["moment_weight"]) > 0
+        self.knows = self._has_weight or not self.divides
         step = int(self.state["step"])
         first, stride = agreement.turn(self.rows, step)
         signs = self._signs.data_ptr() + 4 * agreement.place_of_signs(step)
         self.turn = signs, first, stride
+        self.by = self.momentum, self.kept
 
     def use(self, codec: Codec) -> None:
         """Set the codec of this step: another one's error is not known yet."""
@@ -264,3 +291,87 @@ class CodedMoment:
         if not self.entered:
             self._fresh.zero_()
             self.entered = True
+
+
+class AdamWMoment(CodedMoment):
+    """The momentum of AdamW, whose groups have `betas` and `eps`."""
+
+    optimizer, key, divides = "CodedAdamW", "exp_avg", True
+
+    @property
+    def momentum(self) -> float:
+        """See `CodedMoment`."""
+        return float(self.settings["betas"][0])
+
+    @property
+    def decay(self) -> float:
+        """See `CodedMoment`."""
+        return float(self.settings["betas"][1])
+
+    @property
+    def eps(self) -> float:
+        """See `CodedMoment`."""
+        return float(self.settings["eps"])
+
+    def advance(self, lr: float, weight_decay: float) -> tuple[float, float, float]:
+        """See `CodedMoment`."""
+        correction = 1 - self.momentum ** self.state["step"].item()
+        return lr / correction, 1 - lr * weight_decay, LIMIT * correction
+
+    def from_torch(
+        self, state: dict[str, Any], total: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, Any]:
+        """See `CodedMoment`; a full second moment becomes its sums by rows and columns."""
+        sums = self._zeros()
+        squares = local(state["exp_avg_sq"]).reshape(-1, self.columns).float()
+        sums[: self.rows][self._own] = squares.sum(1)
+        sums[self.rows :] = squares.sum(0)
+        weight = 1 - self.decay ** float(state["step"])
+        return self._begun(state["step"], state["exp_avg"].contiguous(), total(sums), weight)
+
+    def as_torch(self) -> dict[str, Any]:
+        """See `CodedMoment`: second moments become full ones."""
+        state = self.state
+        row, column = state["row"][self._own], state["column"]
+        weight = 1 - self.decay ** float(state["step"])
+        share = weight / max(_TINY, float(column.sum()) * float(state["moment_weight"]))
+        squares = torch.zeros_like(self.parameter)
+        local(squares).copy_(torch.outer(row * share, column).view_as(local(squares)))
+        return {
+            "step": state["step"].clone(),
+            "exp_avg": state["exp_avg"].clone(),
+            "exp_avg_sq": squares,
+        }
+
+
+class SGDMoment(CodedMoment):
+    """The momentum of SGD, whose groups have `momentum`."""
+
+    optimizer, key, divides = "CodedSGD", "momentum_buffer", False
+    decay = 0.99
+    """A horizon of a hundred steps, since nothing but the bound of gradients asks for them."""
+
+    @property
+    def momentum(self) -> float:
+        """See `CodedMoment`."""
+        return float(self.settings["momentum"])
+
+    @property
+    def kept(self) -> float:
+        """See `CodedMoment`: torch's buffer is a sum of gradients."""
+        return 1 / max(_TINY, 1 - self.momentum)  # 1 is refused, but by the step that comes
+
+    def advance(self, lr: float, weight_decay: float) -> tuple[float, float, float]:
+        """See `CodedMoment`."""
+        return lr * self.kept, max(0.0, 1 - lr * self.kept * weight_decay), 0.0
+
+    def from_torch(
+        self, state: dict[str, Any], total: Callable[[torch.Tensor], torch.Tensor]
+    ) -> dict[str, Any]:
+        """See `CodedMoment`; there are no second moments yet."""
+        step = torch.zeros((), dtype=torch.float32, device="cpu")
+        return self._begun(step, state[self.key].contiguous(), self._zeros(), 0.0)
+
+    def as_torch(self) -> dict[str, Any]:
+        """See `CodedMoment`."""
+        return {self.key: self.state[self.key].clone()}

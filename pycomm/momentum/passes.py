@@ -10,7 +10,7 @@ import torch
 from pycomm import _C
 from pycomm.arrays import core_dtype
 from pycomm.momentum.kernels import Kernels, written
-from pycomm.momentum.moment import LIMIT, CodedMoment, local
+from pycomm.momentum.moment import CodedMoment, local
 from pycomm.momentum.table import Table
 from pycomm.policy.rules import CODED
 
@@ -82,8 +82,7 @@ class Passes:
                 moment.start()
                 moment.complete()
             use = _C.MomentUse.step if used(moment) else _C.MomentUse.nothing
-            settings = moment.settings
-            how.append((use, float(settings["betas"][1]), float(settings["eps"])))
+            how.append((use, moment.decay, moment.eps))
         at = 0 if sums is None else sums.data_ptr()
         self.call(self._table(moments).native.commit, at, how, ranks)
 
@@ -91,7 +90,7 @@ class Passes:
         """Compute the factors of second moments that were loaded, after `begin`."""
         if not any(moment.is_stale for moment in moments):
             return
-        how = [(_C.MomentUse.nothing, 0.0, float(m.settings["eps"])) for m in moments]
+        how = [(_C.MomentUse.nothing, 0.0, moment.eps) for moment in moments]
         self.call(self._table(moments).native.commit, 0, how, 1)
         for moment in moments:
             moment.is_stale = False
@@ -117,9 +116,7 @@ class Passes:
         for moment in chosen:
             state, parameter = moment.state, local(moment.parameter.detach())
             assert moment.parameter.grad is not None
-            count = state["step"].item() + 1
-            state["step"].fill_(count)
-            correction = 1 - float(moment.settings["betas"][0]) ** count
+            state["step"].add_(1)
             gradient, values = local(moment.parameter.grad).contiguous(), parameter.contiguous()
             alive += [gradient, values]
             if values is not parameter:  # in another memory format
@@ -127,7 +124,8 @@ class Passes:
             steps.setdefault(parameter.dtype, []).append(
                 (
                     *(table.numbers[id(moment)], values.data_ptr(), gradient.data_ptr()),
-                    *(lr / correction, 1 - lr * weight_decay, LIMIT * correction, moment.landed),
+                    *(moment.advance(lr, weight_decay), moment.kept),
+                    *(moment.divides, moment.landed),
                 )
             )
         for dtype, each in steps.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -11,8 +10,10 @@ from pycomm.errors import Error
 from pycomm.feedback import Residual, storage
 from pycomm.momentum.kernels import Kernels
 from pycomm.momentum.moment import CodedMoment, local
-from pycomm.momentum.plain import FORMS
 from pycomm.reduction.bucket import BucketPiece
+
+FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2, torch.float16: 3}
+"""Numbers of stored values' forms, csrc/optim/moments_params.h."""
 
 Part = tuple[CodedMoment, "BucketPiece | None"]
 """A matrix, and its place in a bucket."""
@@ -42,15 +43,15 @@ class Table:
         """The shards that are coded."""
         self.landed = kernels.moments() if shards > 1 else self.native
         """This rank's own shards."""
-        self._at = [_checked(moment.state) for moment, _ in parts]
+        self._at = [_checked(moment) for moment, _ in parts]
         self.numbers = {id(moment): i for i, (moment, _) in enumerate(parts)}
         """Of the moments, by id."""
         self.sums_numel = 0
         for i, (moment, piece) in enumerate(parts):
             if moment.device.type != kernels.device.type:
                 raise Error(
-                    f"CodedAdamW: parameters are on {moment.device}, and gradients are reduced on "
-                    f"{kernels.device}: leave out CPUOffloadPolicy"
+                    f"{moment.optimizer}: parameters are on {moment.device}, and gradients are "
+                    f"reduced on {kernels.device}: leave out CPUOffloadPolicy"
                 )
             offset = piece.offset if piece else 0
             residual, sent = piece.residual if piece else None, own[i] if own is not None else None
@@ -71,7 +72,7 @@ class Table:
     ) -> None:
         """Add a shard: its number, that among those that are coded here, and their number."""
         (number, row, rows), state = shard, moment.state
-        momentum = local(state["exp_avg"])
+        momentum = local(state[moment.key])
         to.add(  # type: ignore[attr-defined]
             (offset, self.sums_numel),
             (moment.rows, moment.columns, number * moment.padded, moment.padded, row, rows),
@@ -89,17 +90,18 @@ class Table:
         """Whether addresses are still those: a state may have been loaded since."""
         for (moment, _), (momentum, at) in zip(self.parts, self._at, strict=True):
             state = moment.state  # without a call of Python
-            if state["exp_avg"] is not momentum or state["row"].data_ptr() != at:
+            if state[moment.key] is not momentum or state["row"].data_ptr() != at:
                 return False
         return True
 
 
-def _checked(state: dict[str, Any]) -> tuple[torch.Tensor, int]:
+def _checked(moment: CodedMoment) -> tuple[torch.Tensor, int]:
     """Return what tells one state from another, whose tensors lie without gaps."""
-    for key in ("exp_avg", "row", "column", "heard"):
+    state = moment.state
+    for key in (moment.key, "row", "column", "heard"):
         if not local(state[key]).is_contiguous():  # of a checkpoint
             state[key] = state[key].contiguous()
-    return state["exp_avg"], state["row"].data_ptr()
+    return state[moment.key], state["row"].data_ptr()
 
 
 def _sides(residual: Residual | None, row: int) -> tuple[int, int, int]:

@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
-from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.adamw import adamw
 
 from pycomm import _C
-from pycomm.arguments import typed, whole
 from pycomm.codecs import Codec
-from pycomm.compression import attach
 from pycomm.feedback import Feedback
-from pycomm.hooks.ddp import HookState
-from pycomm.hooks.ddp_momentum import DDPMomenta
-from pycomm.hooks.fsdp import compress_shards
-from pycomm.hooks.fsdp_momentum import ShardedMomenta, check_averages
-from pycomm.hooks.momentum import Momenta
 from pycomm.momentum.kernels import Kernels, written
-from pycomm.momentum.moment import FLOAT32_STATES, local
-from pycomm.optim.loading import has_gradient, is_filling, load
+from pycomm.momentum.moment import AdamWMoment, local
 from pycomm.optim.optimizer import CodedOptimizer
-from pycomm.optim.settings import (
-    GroupChecks,
-    policy_of,
-    prepare,
-    rule_of,
-    settings_only,
-)
-from pycomm.policy import Policy, agree_on_options, refused_together
-from pycomm.reduction.state import CompressionState
-
-_NAME = "CodedAdamW"
+from pycomm.policy import Policy
 
 
 class CodedAdamW(CodedOptimizer):
@@ -91,8 +70,7 @@ class CodedAdamW(CodedOptimizer):
         ... )  # doctest: +SKIP
     """
 
-    _plain = "to_adamw"
-    momenta: Momenta
+    _moment, _torch, _plain = AdamWMoment, torch.optim.AdamW, "to_adamw"
 
     def __init__(
         self,
@@ -109,153 +87,16 @@ class CodedAdamW(CodedOptimizer):
         feedback: str | Feedback = "residual",
         seed: int = 0,
     ) -> None:
-        typed("model", model, nn.Module)
-        typed("scaler", scaler, torch.amp.GradScaler, None)
-        refresh = whole("refresh", refresh, 0)
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults)
-        model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
-        self._groups: dict[int, dict[str, Any]] = {}
-        self._scaler = scaler
-        module, groups = model, []
-        if _is_ddp(model):
-            module, groups = model.module, [model.process_group]
-        else:
-            groups = check_averages(model)
-        with refused_together(*groups):
-            policy, rule = policy_of(_NAME, codec), rule_of(_NAME, feedback)
-        self._checks = GroupChecks(_NAME, module, defaults)
-        self._checks.check(self.param_groups)
-        self._ranks = groups
-        lines = [f"refresh={refresh}, {'with' if scaler is not None else 'without'} a GradScaler"]
-        agree_on_options(lines + self._checks.terms(self.param_groups), *groups)
-        kind = DDPMomenta if _is_ddp(model) else ShardedMomenta
-        self.momenta = momenta = kind(self._find, self._unit, refresh)
-        given: dict[str, Any] = {"feedback": rule, "seed": seed, "transform": momenta}
-        if _is_ddp(model):
-            wrapped = model
-
-            def make() -> CompressionState:
-                state = HookState(policy, wrapped, **given)
-                momenta.begin()
-                return state
-
-            self.compression = attach(model, make)
-        else:
-            self.compression = compress_shards(policy, model, **given)
-            momenta.begin()
-        """Codecs and residuals: `summary()`, `residual_norms()`, and `state_dict()`, which a
-        checkpoint keeps beside the optimizer's own."""
-
-    # ------------------------------------------------------------------ for users
-
-    @_disable_dynamo  # a step exchanges values, which no graph has
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take a step by the momentum of the last backward; on all ranks.
-
-        Args:
-            closure: function that computes the gradients again and returns the loss.
-
-        Raises:
-            Error: a GradScaler scaled the gradients, and the optimizer was made without it; or DDP
-                does not average a parameter that was frozen when the model was wrapped; or a state
-                was loaded after the last backward.
-            ValueError: a group has a setting or a parameter now with which it cannot be made.
-        """
-        self._checks.check(self.param_groups)
-        ready, loss = prepare(self, self._scaler, closure)
-        if not ready:
-            return loss
-        if is_filling(self) and not self.compression.on_any_rank(has_gradient(self)):
-            self._fill()
-            return loss
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self.momenta.check_reduced(self._checks.names[id(parameter)], parameter)
-        self.momenta.take_sums()
-        coded = {id(moment.parameter): moment for moment in self.momenta.moments.values()}
-        for one in coded.values():
-            if one.parameter.grad is not None:
-                self.state[one.parameter] = one.state
-        for group in self.param_groups:
-            lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-            exact, moments = [], []
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                moment = coded.get(id(parameter))
-                if moment is None:
-                    exact.append(parameter)
-                else:
-                    moments.append(moment)
-            self.momenta.move(moments, lr, weight_decay)
-            if exact:
-                self._step_exact(group, exact)
-        return loss
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state, as `torch.optim.AdamW` does; each number has memory of its own."""
-        saved = super().state_dict()
-        saved["state"] = {
-            key: {name: _alone(value) for name, value in state.items()}
-            for key, state in saved["state"].items()
-        }
-        return saved
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, on any number of ranks, or torch's AdamW.
-
-        The squares of gradients since the last exchange are not a part of the state: up to
-        `refresh` steps of them begin anew.
-
-        Raises:
-            ValueError: other groups, or parameters that were coded and are not, or the reverse.
-        """
-        self.momenta.drop_step()
-        load(self, state_dict, FLOAT32_STATES)
-        self._factor()
-        self._rebind()
-        coded = {id(moment.parameter) for moment in self.momenta.moments.values()}
-        for parameter, state in self.state.items():
-            if id(parameter) not in coded and "row" in state:
-                raise ValueError(
-                    f"the state of a parameter of shape {tuple(parameter.shape)} is that of a "
-                    "coded one, and here it is exact: use the codec or policy that was saved"
-                )
-
-    def take_state(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take copies of the state of torch's AdamW for the same parameters.
-
-        A `state_dict` of a `CodedAdamW` that was loaded there is taken, too.
-        """
-        for parameter, state in optimizer.state.items():
-            self.state[parameter] = {
-                # Torch has given them the dtype of the parameter.
-                key: value.to(torch.float32 if key in FLOAT32_STATES else value.dtype, copy=True)
-                for key, value in state.items()
-            }
-        self._factor()
-        self._rebind()
-
-    def _factor(self) -> None:
-        """Make states of torch's AdamW, which have full second moments, those of coded moments."""
-        for moment in self.momenta.moments.values():
-            self.momenta.factor(moment, self.state.get(moment.parameter, {}))
-
-    def adopt_state(self, previous: CodedAdamW) -> None:  # type: ignore[override]
-        """See `CodedOptimizer`.
-
-        Raises:
-            ValueError: the model is in `fully_shard` or `replicate`.
-        """
-        if not isinstance(self.momenta, DDPMomenta):
-            raise ValueError(
-                "CodedAdamW adopts states of models in DistributedDataParallel, since shards of "
-                "lost ranks are gone with them; go on from a checkpoint, with load_checkpoint"
-            )
-        super().adopt_state(previous)
+        super().__init__(
+            *(params, defaults),
+            model=model,
+            codec=codec,
+            refresh=refresh,
+            scaler=scaler,
+            feedback=feedback,
+            seed=seed,
+        )
 
     def to_adamw(self, **options: Any) -> torch.optim.AdamW:
         """Return torch's AdamW with the same groups and state; this optimizer remains as it is.
@@ -266,32 +107,8 @@ class CodedAdamW(CodedOptimizer):
         Args:
             options: other options of `torch.optim.AdamW`, such as ``fused=True``.
         """
-        adamw_ = torch.optim.AdamW(settings_only(self), **options)
-        for moment in self.momenta.moments.values():
-            if self.state.get(moment.parameter):
-                adamw_.state[moment.parameter] = moment.unfactored()
-        for parameter, state in self.state.items():
-            if parameter not in adamw_.state:
-                adamw_.state[parameter] = {
-                    key: value.clone() if isinstance(value, torch.Tensor) else value
-                    for key, value in state.items()
-                }
-        return adamw_
-
-    # ------------------------------------------------------------------ parts of a step
-
-    def _fill(self) -> None:
-        """Make the states of parameters that have a gradient, as a template for a checkpoint."""
-        self.momenta.drop_step()
-        coded = {id(moment.parameter): moment for moment in self.momenta.moments.values()}
-        for parameter in (p for group in self.param_groups for p in group["params"]):
-            if parameter.grad is None:
-                continue
-            if (moment := coded.get(id(parameter))) is None:
-                self._start_exact(parameter)
-            else:
-                moment.start()
-                self.state[parameter] = moment.state
+        plain: torch.optim.AdamW = self._to_torch(**options)
+        return plain
 
     def _start_exact(self, parameter: torch.Tensor) -> None:
         state = self.state[parameter]
@@ -301,8 +118,6 @@ class CodedAdamW(CodedOptimizer):
             state["exp_avg_sq"] = torch.zeros_like(parameter)
 
     def _step_exact(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
-        for parameter in parameters:
-            self._start_exact(parameter)
         states = [self.state[parameter] for parameter in parameters]
         step_by_adamw(
             group,
@@ -311,48 +126,6 @@ class CodedAdamW(CodedOptimizer):
             states,
             as_torch=not self.momenta.moments,
         )
-
-    def _enter(self, groups: list[dict[str, Any]]) -> None:
-        self._groups.clear()
-        self.momenta.take_added()
-
-    def _unit(self) -> float:
-        return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
-
-    def _rebind(self) -> None:
-        """Let the moments use the groups and states that are now the optimizer's."""
-        self._groups.clear()
-        for moment in self.momenta.moments.values():
-            settings, state = self._find(moment.parameter) or ({}, {})
-            moment.rebind(settings, state)
-        steps = [int(state["step"]) for state in self.state.values() if "step" in state]
-        self.momenta.steps = max(steps, default=0)
-
-    def _find(self, parameter: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]] | None:
-        """Return a parameter's group and state; None: it is not optimized."""
-        if not self._groups:
-            self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
-        group = self._groups.get(id(parameter))
-        # Looked up without making an entry: torch takes an optimizer with entries for one that has
-        # stepped, and a checkpoint could not be loaded into it.
-        state = self.state.get(parameter, {})
-        return None if group is None else (group, state)
-
-
-def _is_ddp(model: nn.Module) -> TypeGuard[DistributedDataParallel]:
-    if isinstance(model, DistributedDataParallel):
-        return True
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return False
-    raise TypeError(
-        "CodedAdamW takes a model wrapped in DistributedDataParallel or fully_shard, not "
-        f"{type(model).__name__}"
-    )
-
-
-def _alone(value: Any) -> Any:
-    """Return a value of a state; of a number, which may be part of a larger memory, a copy."""
-    return value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value
 
 
 def step_by_adamw(

@@ -57,7 +57,8 @@ def code_optimizer(
     Args:
         optimizer: a `torch.optim.AdamW`, an `Adam` without weight decay, or an `SGD` with momentum,
             new or in the middle of training; or Accelerate's wrapper of one.
-        model: the DDP model of its parameters; for AdamW and Adam also one in `fully_shard`.
+        model: the model of its parameters, in `DistributedDataParallel`, `fully_shard` or
+            `replicate`.
         codec: codec of the momentum; see `CodedAdamW`, whose errors it raises.
         options: other options of `CodedAdamW` or `CodedSGD`. Accelerate's wrapper brings `scaler`.
 

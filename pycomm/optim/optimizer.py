@@ -3,34 +3,203 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, TypeGuard
 
 import torch
-import torch.distributed as dist
+from torch import nn
+from torch._compile import _disable_dynamo
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.arguments import typed
+from pycomm.arguments import typed, whole
+from pycomm.codecs import Codec
+from pycomm.compression import attach
 from pycomm.errors import Error
-from pycomm.optim.settings import GroupChecks
-from pycomm.policy import agree_on_options
+from pycomm.feedback import Feedback
+from pycomm.hooks.ddp import HookState
+from pycomm.hooks.ddp_momentum import DDPMomenta
+from pycomm.hooks.fsdp import compress_shards
+from pycomm.hooks.fsdp_momentum import ShardedMomenta, check_averages
+from pycomm.hooks.momentum import Momenta
+from pycomm.momentum.moment import FLOAT32_STATES, CodedMoment
+from pycomm.optim.loading import has_gradient, is_filling, load
+from pycomm.optim.settings import (
+    GroupChecks,
+    policy_of,
+    prepare,
+    rule_of,
+    settings_only,
+)
+from pycomm.policy import Policy, agree_on_options, refused_together
 from pycomm.policy.exchange import device_of
 from pycomm.reduction import members
 from pycomm.reduction.state import CompressionState
-from pycomm.reduction.transform import Transform
 
 
 class CodedOptimizer(torch.optim.Optimizer, ABC):
-    """An optimizer of one wrapped model, whose steps all ranks take together."""
+    """An optimizer of one wrapped model, whose steps all ranks take together.
+
+    Args:
+        params: parameters or groups.
+        defaults: settings of groups that have none of their own.
+        model, codec, refresh, scaler, feedback, seed: as for `CodedAdamW`.
+    """
 
     _step_supports_amp_scaling = True  # `step` skips what overflows, and can tell of a scaler
-    _plain: str
-    """Name of the method that returns an optimizer of torch."""
-    _checks: GroupChecks
-    _ranks: list[dist.ProcessGroup]
-    """Groups of ranks with equal settings."""
-    compression: CompressionState
-    """Codecs and residuals."""
-    momenta: Transform
-    """What travels in place of the gradients."""
+    _moment: ClassVar[type[CodedMoment]]
+    """What is kept of a coded parameter, and how it moves."""
+    _torch: ClassVar[type[torch.optim.Optimizer]]
+    """The same optimizer of torch, which exchanges nothing,"""
+    _plain: ClassVar[str]
+    """and the name of the method that returns one."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        defaults: dict[str, Any],
+        *,
+        model: nn.Module,
+        codec: str | Codec | Policy,
+        refresh: int,
+        scaler: torch.amp.GradScaler | None,
+        feedback: str | Feedback,
+        seed: int,
+    ) -> None:
+        name = self._moment.optimizer
+        typed("model", model, nn.Module)
+        typed("scaler", scaler, torch.amp.GradScaler, None)
+        refresh = whole("refresh", refresh, 0)
+        super().__init__(params, defaults)
+        model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
+        self._groups: dict[int, dict[str, Any]] = {}
+        self._scaler = scaler
+        module, groups = model, []
+        if _is_ddp(model, name):
+            module, groups = model.module, [model.process_group]
+        else:
+            groups = check_averages(model, name)
+        with refused_together(*groups):
+            policy, rule = policy_of(name, codec), rule_of(name, feedback)
+        self._checks = GroupChecks(name, module, defaults)
+        self._checks.check(self.param_groups)
+        self._ranks = groups  # with equal settings
+        with_scaler = "with" if scaler is not None else "without"
+        lines = [f"{name}, refresh={refresh}, {with_scaler} a GradScaler"]
+        agree_on_options(lines + self._checks.terms(self.param_groups), *groups)
+        kind = DDPMomenta if _is_ddp(model, name) else ShardedMomenta
+        self.momenta: Momenta = kind(self._moment, self._find, self._unit, refresh)
+        """What travels in place of the gradients."""
+        given: dict[str, Any] = {"feedback": rule, "seed": seed, "transform": self.momenta}
+        if _is_ddp(model, name):
+            wrapped = model
+
+            def make() -> CompressionState:
+                state = HookState(policy, wrapped, **given)
+                self.momenta.begin()
+                return state
+
+            self.compression = attach(model, make)
+        else:
+            self.compression = compress_shards(policy, model, **given)
+            self.momenta.begin()
+        """Codecs and residuals: `summary()`, `residual_norms()`, and `state_dict()`, which a
+        checkpoint keeps beside the optimizer's own."""
+
+    # ------------------------------------------------------------------ for users
+
+    @_disable_dynamo  # a step exchanges values, which no graph has
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Take a step by the momentum of the last backward; on all ranks.
+
+        Args:
+            closure: function that computes the gradients again and returns the loss.
+
+        Raises:
+            Error: a GradScaler scaled the gradients, and the optimizer was made without it; or DDP
+                does not average a parameter that was frozen when the model was wrapped; or a state
+                was loaded after the last backward.
+            ValueError: a group has a setting or a parameter now with which it cannot be made.
+        """
+        self._checks.check(self.param_groups)
+        ready, loss = prepare(self, self._scaler, closure)
+        if not ready:
+            return loss
+        if is_filling(self) and not self.compression.on_any_rank(has_gradient(self)):
+            self._fill()
+            return loss
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.momenta.check_reduced(self._checks.names[id(parameter)], parameter)
+        self.momenta.take_sums()
+        coded = {id(moment.parameter): moment for moment in self.momenta.moments.values()}
+        for one in coded.values():
+            if one.parameter.grad is not None:
+                self.state[one.parameter] = one.state
+        for group in self.param_groups:
+            lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
+            exact, moments = [], []
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                moment = coded.get(id(parameter))
+                if moment is None:
+                    exact.append(parameter)
+                else:
+                    moments.append(moment)
+            self.momenta.move(moments, lr, weight_decay)
+            for parameter in exact:
+                self._start_exact(parameter)
+            if exact:
+                self._step_exact(group, exact)
+        return loss
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state, as torch's optimizer does; each number has memory of its own."""
+        saved = super().state_dict()
+        saved["state"] = {
+            key: {name: _alone(value) for name, value in state.items()}
+            for key, state in saved["state"].items()
+        }
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned, on any number of ranks, or torch's optimizer.
+
+        The squares of gradients since the last exchange are not a part of the state: up to
+        `refresh` steps of them begin anew.
+
+        Raises:
+            ValueError: other groups, or parameters that were coded and are not, or the reverse.
+        """
+        self.momenta.drop_step()
+        load(self, state_dict, FLOAT32_STATES)
+        self._factor()
+        self._rebind()
+        coded = {id(moment.parameter) for moment in self.momenta.moments.values()}
+        for parameter, state in self.state.items():
+            if id(parameter) not in coded and "row" in state:
+                raise ValueError(
+                    f"the state of a parameter of shape {tuple(parameter.shape)} is that of a "
+                    "coded one, and here it is exact: use the codec or policy that was saved"
+                )
+
+    def take_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Take copies of the state of torch's optimizer for the same parameters.
+
+        A `state_dict` of a coded optimizer that was loaded there is taken, too.
+        """
+        for parameter, state in optimizer.state.items():
+            self.state[parameter] = {
+                # Torch has given them the dtype of the parameter.
+                key: value.to(torch.float32 if key in FLOAT32_STATES else value.dtype, copy=True)
+                for key, value in state.items()
+                if value is not None  # of torch's SGD, before there is a momentum
+            }
+        self._factor()
+        self._rebind()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See `torch.optim.Optimizer`; collective, between two steps.
@@ -44,16 +213,13 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
             return
         added = self.param_groups[-1:]
         try:
-            self._check(added)
+            self._checks.check(added)
             agree_on_options(self._checks.terms(added), *self._ranks)
         except Exception:
             self.param_groups.pop()
             raise
-        self._enter(added)
-
-    def _check(self, groups: list[dict[str, Any]]) -> None:
-        """Check settings and parameters of groups."""
-        self._checks.check(groups)
+        self._groups.clear()
+        self.momenta.take_added()
 
     def adopt_state(self, previous: CodedOptimizer) -> None:
         """Continue from the optimizer of a group that has lost ranks; collective.
@@ -63,16 +229,35 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
 
         Args:
             previous: the old optimizer, for the same parameters in the same order.
+
+        Raises:
+            ValueError: the model is in `fully_shard` or `replicate`.
         """
+        if not isinstance(self.momenta, DDPMomenta):
+            raise ValueError(
+                f"{self._moment.optimizer} adopts states of models in DistributedDataParallel, "
+                "since shards of lost ranks are gone with them; go on from a checkpoint, with "
+                "load_checkpoint"
+            )
         typed("previous", previous, type(self))
         group = self.compression.process_group
         saved = members.broadcast_object(previous.state_dict(), 0, group, device_of(group))
         self.load_state_dict(saved)
         self.compression.adopt_state(previous.compression)
 
-    @abstractmethod
-    def _enter(self, groups: list[dict[str, Any]]) -> None:
-        """Let the parameters of groups travel; collective."""
+    def _to_torch(self, **options: Any) -> Any:
+        """Return torch's optimizer with the same groups and state; this one remains as it is."""
+        plain = self._torch(settings_only(self), **options)
+        for moment in self.momenta.moments.values():
+            if self.state.get(moment.parameter):
+                plain.state[moment.parameter] = moment.as_torch()
+        for parameter, state in self.state.items():
+            if parameter not in plain.state:
+                plain.state[parameter] = {
+                    key: value.clone() if isinstance(value, torch.Tensor) else value
+                    for key, value in state.items()
+                }
+        return plain
 
     def __getstate__(self) -> dict[str, Any]:
         """Refuse a copy, and a pickle: the exchange belongs to one model.
@@ -85,3 +270,69 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
             "of one wrapped model: keep its state_dict(), or copy what its "
             f"{self._plain}() returns"
         )
+
+    # ------------------------------------------------------------------ parts of a step
+
+    def _factor(self) -> None:
+        """Make states of torch's optimizer those of coded moments."""
+        for moment in self.momenta.moments.values():
+            self.momenta.factor(moment, self.state.get(moment.parameter, {}))
+
+    def _fill(self) -> None:
+        """Make the states of parameters that have a gradient, as a template for a checkpoint."""
+        self.momenta.drop_step()
+        coded = {id(moment.parameter): moment for moment in self.momenta.moments.values()}
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is None:
+                continue
+            if (moment := coded.get(id(parameter))) is None:
+                self._start_exact(parameter)
+            else:
+                moment.start()
+                self.state[parameter] = moment.state
+
+    @abstractmethod
+    def _start_exact(self, parameter: torch.Tensor) -> None:
+        """Fill the state of a parameter that travels exactly, if it is empty."""
+
+    @abstractmethod
+    def _step_exact(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
+        """Move parameters of a group by their mean gradients, with the bits of torch."""
+
+    def _unit(self) -> float:
+        return float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+
+    def _rebind(self) -> None:
+        """Let the moments use the groups and states that are now the optimizer's."""
+        self._groups.clear()
+        for moment in self.momenta.moments.values():
+            settings, state = self._find(moment.parameter) or ({}, {})
+            moment.rebind(settings, state)
+        steps = [int(state["step"]) for state in self.state.values() if "step" in state]
+        self.momenta.steps = max(steps, default=0)
+
+    def _find(self, parameter: torch.Tensor) -> tuple[dict[str, Any], dict[str, Any]] | None:
+        """Return a parameter's group and state; None: it is not optimized."""
+        if not self._groups:
+            self._groups = {id(p): group for group in self.param_groups for p in group["params"]}
+        group = self._groups.get(id(parameter))
+        # Looked up without making an entry: torch takes an optimizer with entries for one that has
+        # stepped, and a checkpoint could not be loaded into it.
+        state = self.state.get(parameter, {})
+        return None if group is None else (group, state)
+
+
+def _is_ddp(model: nn.Module, name: str) -> TypeGuard[DistributedDataParallel]:
+    if isinstance(model, DistributedDataParallel):
+        return True
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return False
+    raise TypeError(
+        f"{name} takes a model wrapped in DistributedDataParallel or fully_shard, not "
+        f"{type(model).__name__}"
+    )
+
+
+def _alone(value: Any) -> Any:
+    """Return a value of a state; of a number, which may be part of a larger memory, a copy."""
+    return value.clone() if isinstance(value, torch.Tensor) and not value.dim() else value

@@ -161,7 +161,6 @@ def prepare(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
     closure: Callable[[], float] | None,
-    overflows: Callable[[bool], bool] = bool,
 ) -> tuple[bool, float | None]:
     """Do what every step begins with; unscale the gradients if the scaler leaves that to us.
 
@@ -169,8 +168,6 @@ def prepare(
         optimizer: one with `_step_supports_amp_scaling`, to which a scaler tells what it has found.
         scaler: the scaler with which it was made.
         closure: function that computes the gradients again and returns the loss.
-        overflows: function from whether the scaler has found Inf or NaN on this rank to whether
-            the step overflows.
 
     Returns:
         Whether to take the step, and the closure's loss.
@@ -188,7 +185,7 @@ def prepare(
             f"rank {dist.get_rank()}: a GradScaler scales the gradients, and the momentum that "
             "travels must be in their unit: make the optimizer with scaler=..."
         )
-    if overflows(found_inf is not None and bool(float(found_inf))):
+    if found_inf is not None and float(found_inf):
         return False, loss
     scale = getattr(optimizer, "grad_scale", None)
     if scale is not None:

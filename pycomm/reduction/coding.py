@@ -22,6 +22,7 @@ from pycomm import feedback
 from pycomm.codecs import RandomKey
 from pycomm.codecs.convert import convert
 from pycomm.errors import WireMismatch
+from pycomm.feedback.rule import EXACT
 from pycomm.reduction import payloads
 from pycomm.reduction.bucket import Bucket, BucketPiece
 
@@ -45,6 +46,11 @@ class Run:
     piece: BucketPiece
     begin: int
     end: int
+
+    @cached_property
+    def is_exact(self) -> bool:
+        """Its payload is its float32 values."""
+        return self.piece.codec == EXACT and self.piece.residual is None
 
     @cached_property
     def bytes(self) -> int:
@@ -149,10 +155,15 @@ class Coder:
         worker = floats is None
         out = torch.empty(total_bytes(runs), dtype=torch.uint8, device=values.device)
         at = 0
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []  # a model has many biases: one call
         for i, run in enumerate(runs):
             x = run.of(values) if floats is None else floats[i]
             x = x if x.dtype == torch.float32 else convert(x, torch.float32)
             codec, payload = run.piece.codec, out[at : at + run.bytes]
+            if run.is_exact:
+                copies.append((payload.view(torch.float32), x))
+                at += run.bytes
+                continue
             seed = hop_seed(self.seed, self.rank if worker else OWNER_HOP)
             key = RandomKey(hop_seed(seed, row) if row else seed, self.step, run.piece.tensor)
             residual, begin = run.piece.residual, run.begin
@@ -163,6 +174,9 @@ class Coder:
                     codec, x, payload, residual, worker=worker, begin=begin, row=row, key=key
                 )
             at += codec.used_bytes(payload)
+        if copies:
+            places, floats32 = zip(*copies, strict=True)
+            torch._foreach_copy_(places, floats32)
         return out[:at]
 
     def decode(
@@ -174,9 +188,14 @@ class Coder:
             WireMismatch: a payload states a size that is impossible.
         """
         at = 0
+        exact: list[tuple[torch.Tensor, torch.Tensor]] = []
         for run, x in zip(runs, floats, strict=True):
             codec, part = run.piece.codec, payload[at : at + run.bytes]
             used = run.bytes
+            if run.is_exact:
+                exact.append((x, part.view(torch.float32)))
+                at += used
+                continue
             if codec.variable:
                 try:
                     used = codec.used_bytes(part)
@@ -190,6 +209,9 @@ class Coder:
                 part = padded
             (codec.decode_add if add else codec.decode)(part, x)
             at += used
+        if exact:
+            to, parts_of = zip(*exact, strict=True)
+            (torch._foreach_add_ if add else torch._foreach_copy_)(to, parts_of)
 
     def add_up(
         self, runs: Runs, payloads: Sequence[torch.Tensor], values: torch.Tensor

@@ -347,8 +347,6 @@ class CompressionState:
         if self.adapter.layout.cuts(self.decisions):
             raise ValueError(refused(FSDP, "survivors that adopt a state"))
         self._meet(previous)
-        if self.transform is not None:
-            self.transform.adopted()
 
     def follow_members(self) -> None:
         """Continue with the group's members after they have changed; collective among them.

@@ -110,8 +110,5 @@ class Transform:
         """Return the keys of the entries of `before` ranks that this rank needs."""
         return []
 
-    def adopted(self) -> None:
-        """The state goes on from that of another group."""
-
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the entries, after the state itself."""

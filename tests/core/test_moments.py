@@ -11,20 +11,17 @@ torch = pytest.importorskip("torch")
 
 import pycomm  # noqa: E402
 from pycomm.feedback import Feedback, Residual, storage  # noqa: E402
-from pycomm.momentum import plain  # noqa: E402
 from pycomm.momentum.job import Job  # noqa: E402
 from pycomm.momentum.kernels import Kernels  # noqa: E402
-from pycomm.momentum.moment import BOUND, LIMIT, CodedMoment  # noqa: E402
+from pycomm.momentum.moment import BOUND, LIMIT, AdamWMoment  # noqa: E402
 from pycomm.momentum.passes import DTYPES, Passes  # noqa: E402
-from pycomm.momentum.plain import Encoding, Move, Sent  # noqa: E402
 from pycomm.momentum.table import Table  # noqa: E402
 from pycomm.reduction.bucket import BucketPiece  # noqa: E402
 from tests.extent import each_value  # noqa: E402
-from tests.torch.optim.followed import ByDefinition, ByPasses, differing  # noqa: E402
-from tests.torch.optim.plain_moment import column_sums, floats, row_sums, total  # noqa: E402
+from tests.torch.optim.followed import KINDS, ByDefinition, ByPasses, differing  # noqa: E402
+from tests.torch.optim.plain_moment import column_sums  # noqa: E402
 
 SHAPES = [(1, 1), (3, 5), (64, 16), (65, 33), (7, 1000), (700, 31), (129, 1100)]
-PLAIN_SHAPES = [*SHAPES, (0, 4), (3, 2500)]
 FORMS = ("float32", "bf16", "int8")
 CPU = Kernels(torch.device("cpu"))
 STEPS, DECAY = 4, slice(8, 10)  # of Numbers
@@ -66,7 +63,7 @@ class One:
         self.a = a
         settings = {"betas": (0.75, 0.9), "eps": eps} | group
         parameter = torch.nn.Parameter(a["x"].clone())
-        self.moment = CodedMoment(parameter, settings, {}, pycomm.codec("sign"))
+        self.moment = AdamWMoment(parameter, settings, {}, pycomm.codec("sign"))
         self.moment.start()
         state = self.moment.state
         for key, value in (("exp_avg", a["m"]), ("row", a["row"]), ("column", a["column"])):
@@ -123,71 +120,11 @@ class One:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shards", "scatters"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_steps_have_the_bits_of_their_definition(form, dtype, shards, scatters):
-    how = form, dtype, shards, scatters
+def test_steps_have_the_bits_of_their_definition(form, dtype, shards, scatters, kind):
+    how = form, dtype, shards, scatters, kind
     assert not differing(ByPasses(CPU, *how), ByDefinition(*how))
-
-
-def plain_passes(rows: int, columns: int, form: str) -> tuple[list[Any], ...]:
-    """The passes of an optimizer that divides by nothing, with and without what may be left out."""
-    a = given(max(1, rows), columns)
-    a = {key: value[:rows] if value.ndim == 2 else value for key, value in a.items()}
-    full = Encoding(
-        *(torch.full((rows, columns), torch.nan), a["g"]),
-        momentum=stored(a["m"], form),
-        beta=0.75,
-        unit=10.0,
-        residual=stored(a["x"], form),
-        errors=torch.tensor([0.5, 0.25, 0.0]),
-        copy=torch.zeros(rows * columns),
-        parameter=a["x"],
-        decay=0.1,
-    )
-    alone = Encoding(torch.zeros(rows, columns), a["g"])
-    before, after = stored(a["g"], form), stored(a["m"], form)
-    own = a["x"].clone()
-    large = a["x"] * 3
-    large.view(-1)[: large.numel() // 7] *= 1e38  # and what is too large for bfloat16
-    stores = [
-        Sent(own, before, after, own.view(-1)),  # in place
-        Sent(a["x"], None, None, stored(a["m"], "float32")),
-        *(Sent(large, before, after, stored(a["m"], kept)) for kept in FORMS),
-    ]
-    moves = [Move(a["x"].clone(), a["g"], m, 0.1) for m in (a["m"].clone(), None)]
-    return [full, alone], stores, moves
-
-
-@pytest.mark.parametrize(("rows", "columns"), PLAIN_SHAPES)
-@pytest.mark.parametrize("form", FORMS)
-def test_passes_without_factors_have_the_bits_of_their_definition(rows, columns, form):
-    encodings, stores, moves = plain_passes(rows, columns, form)
-    wants = []
-    for e in encodings:
-        p = e.gradient if e.parameter is None else e.gradient + e.parameter * e.decay
-        p = p * torch.tensor((1 - e.beta) * e.unit)
-        if e.momentum is not None:
-            p = p + floats(e.momentum, p.shape) * e.beta
-        wants.append(p)
-    errors = encodings[0].errors[:2].clone()
-    e = floats(encodings[0].residual, wants[0].shape)
-    errors += torch.stack([total(row_sums(x * x)) for x in (e, wants[0] + e)])
-    plain.encode(encodings)
-    assert all(torch.equal(e.values, want) for e, want in zip(encodings, wants, strict=True))
-    assert torch.equal(encodings[0].copy, wants[0].view(-1))
-    assert torch.equal(encodings[0].errors[:2], errors)
-    for one in stores:
-        want, to = one.values, one.to.clone()
-        if one.before is not None:
-            want = want + floats(one.before, want.shape) - floats(one.after, want.shape)
-        storage.store(want.reshape(-1), to)
-        plain.store_sent([one])
-        assert torch.equal(one.to, to)
-    wants = [one.parameter - one.gradient * 0.1 for one in moves]
-    plain.move(moves)
-    for one, want in zip(moves, wants, strict=True):
-        assert torch.equal(one.parameter, want)
-        assert one.momentum is None or torch.equal(one.momentum, one.gradient)
 
 
 @torch.no_grad()
@@ -199,16 +136,11 @@ def test_threads_change_no_bits():
         one = One(given(1037, 1031))
         job = one.job()
         job.encode()
-        encodings, stores, moves = plain_passes(1037, 1031, "bf16")
-        plain.encode(encodings)
-        plain.store_sent(stores)
-        plain.move(moves)
         found.append([one.bucket.clone(), one.moment.room.clone()])
         job.sent()
         job.land()
         one.step(one.bucket.view(1037, 1031))
-        found[-1] += [one.bucket, one.o.fresh_worker(), one.moment.parameter, encodings[0].values]
-        found[-1] += [encodings[0].errors, stores[0].to, stores[-1].to, moves[0].parameter]
+        found[-1] += [one.bucket, one.o.fresh_worker(), one.moment.parameter]
     torch.set_num_threads(before)
     assert all(map(torch.equal, *found))
 
@@ -219,7 +151,7 @@ def test_shards_add_to_the_same_sums_in_order():
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     rows, columns, shards = 4096, 512, 4
-    moment = CodedMoment(
+    moment = AdamWMoment(
         torch.nn.Parameter(torch.zeros(rows, columns)),
         {"betas": (0.75, 0.9), "eps": 1e-8},
         {},
@@ -244,27 +176,6 @@ def test_shards_add_to_the_same_sums_in_order():
 
 
 # ---------------------------------------------------------------- formulas
-
-
-@pytest.mark.parametrize(("rows", "columns"), PLAIN_SHAPES)
-def test_passes_without_factors_are_their_formulas(rows, columns):
-    (full, alone), stores, moves = plain_passes(rows, columns, "float32")
-    g, x = full.gradient.double(), full.parameter.double()
-    m = full.momentum.double().view(g.shape)
-    plain.encode([full, alone])
-    want = 0.75 * m + 0.25 * 10 * (g + 0.1 * x)
-    assert near(full.values, want)
-    assert torch.equal(full.copy, full.values.view(-1))
-    squares = torch.stack([x.square().sum(), (want + x).square().sum()])
-    assert near(full.errors[:2], squares + torch.tensor([0.5, 0.25]))
-    assert torch.equal(alone.values, alone.gradient)
-    plain.store_sent(stores[:2])
-    assert near(stores[0].values, x + g - m)
-    assert torch.equal(stores[1].to, stores[1].values.view(-1))
-    plain.move(moves)
-    for one in moves:
-        assert near(one.parameter, x - 0.1 * g)
-        assert one.momentum is None or torch.equal(one.momentum, one.gradient)
 
 
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)

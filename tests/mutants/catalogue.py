@@ -456,12 +456,11 @@ BOUNDS = (
         "torch/feedback/test_state.py::test_an_overflow_of_any_parameter_leaves_no_trace",
     ),
     Mutant(
-        "coded-sgd-keeps-what-overflowed",
-        "pycomm/optim/coded_sgd.py::CodedSGD._take",
-        "if not self._exchange(values, names, store):\n            return",
-        "if not self._exchange(values, names, store):\n            for part in kept:\n"
-        "                self.momenta.keep(part.name)\n            return",
-        "torch/optim/contract/test_gradients.py::test_a_step_that_overflows_leaves_no_trace",
+        "coded-sgd-goes-on-in-another-unit",
+        "pycomm/momentum/job.py::Job.sent",
+        "_, kept = self._table.parts[i // shards][0].by",
+        "kept = 1.0",
+        "torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",
     ),
     Mutant(
         "half-a-state-taken",

@@ -1,4 +1,4 @@
-// Operations of optimizers, for pycomm/momentum and optim/coded_adamw.py.
+// Operations of optimizers, for pycomm/momentum and pycomm/optim.
 #include <pybind11/stl.h>
 
 #include <array>
@@ -68,9 +68,9 @@ void add(Moments& self, const std::pair<size_t, size_t>& place, const std::array
             sides(own)});
 }
 
-/// Signs, first row and distance of projections; coefficient of the momentum; sides of o and of e
-/// that are read; whether the matrix is new.
-using TurnAt = std::tuple<uintptr_t, uint32_t, uint32_t, double, int, uint32_t, bool>;
+/// Signs, first row and distance of projections; coefficient of the momentum, and `kept`; sides of
+/// o and of e that are read; whether the matrix is new.
+using TurnAt = std::tuple<uintptr_t, uint32_t, uint32_t, double, float, int, uint32_t, bool>;
 /// Values, dtype; unit, bound, ranks; copy, whether to divide; scratch, swapped.
 using PassAt =
     std::tuple<uintptr_t, DType, double, float, uint32_t, uintptr_t, bool, uintptr_t, uintptr_t>;
@@ -83,8 +83,8 @@ moments::Pass pass(const PassAt& at) {
 
 std::vector<moments::Turn> turns_of(const std::vector<TurnAt>& turns) {
   std::vector<moments::Turn> all;
-  for (const auto& [signs, first, stride, momentum, own, residual, is_new] : turns) {
-    all.push_back({floats(signs), first, stride, momentum, own, residual, is_new});
+  for (const auto& [signs, first, stride, momentum, kept, own, residual, is_new] : turns) {
+    all.push_back({floats(signs), first, stride, momentum, kept, own, residual, is_new});
   }
   return all;
 }
@@ -101,17 +101,19 @@ void encode(const Moments& self, const PassAt& at, const std::vector<TurnAt>& tu
   self.encode(pass(at), turns_of(turns), Where<Moments>(where).at);
 }
 
-/// The residual before the coding or 0, the side where it is, and the side of o that is written.
-using SendingAt = std::tuple<uintptr_t, uint32_t, uint32_t>;
+/// The residual before the coding or 0, the side where it is, the side of o that is written, and
+/// `kept`.
+using SendingAt = std::tuple<uintptr_t, uint32_t, uint32_t, float>;
 
 template <typename Moments>
 void sent(const Moments& self, uintptr_t values, DType dtype,
-          const std::vector<SendingAt>& sendings, uintptr_t swapped, uintptr_t where) {
+          const std::vector<SendingAt>& sendings, bool divides, uintptr_t swapped,
+          uintptr_t where) {
   std::vector<moments::Sending> all;
-  for (const auto& [before, residual, own] : sendings) {
-    all.push_back({bytes(before), residual, own});
+  for (const auto& [before, residual, own, kept] : sendings) {
+    all.push_back({bytes(before), residual, own, kept});
   }
-  self.sent(pointer(values), dtype, all, floats(swapped), Where<Moments>(where).at);
+  self.sent(pointer(values), dtype, all, divides, floats(swapped), Where<Moments>(where).at);
 }
 
 template <typename Moments>
@@ -136,82 +138,18 @@ void commit(const Moments& self, uintptr_t sums, const std::vector<CommitAt>& ho
   self.commit(floats(sums), all, ranks, Where<Moments>(where).at);
 }
 
-/// Number of the matrix; parameter and gradient; lr, keep and limit; whether it was landed.
-using StepAt = std::tuple<size_t, uintptr_t, uintptr_t, double, double, double, bool>;
+/// Number of the matrix; parameter and gradient; lr, keep and limit; `kept`, whether to divide, and
+/// whether it was landed.
+using StepAt = std::tuple<size_t, uintptr_t, uintptr_t, std::array<double, 3>, float, bool, bool>;
 
 template <typename Moments>
 void move(const Moments& self, const std::vector<StepAt>& steps, DType dtype, uintptr_t where) {
   std::vector<moments::Step> all;
-  for (const auto& [matrix, values, gradient, lr, keep, limit, probed] : steps) {
-    all.push_back({matrix, pointer(values), pointer(gradient), lr, keep, limit, probed});
+  for (const auto& [matrix, values, gradient, by, kept, divides, probed] : steps) {
+    all.push_back(
+        {matrix, pointer(values), pointer(gradient), by[0], by[1], by[2], kept, divides, probed});
   }
   self.move(all, dtype, Where<Moments>(where).at);
-}
-
-// Without factors.
-
-/// Rows and columns.
-using ShapeAt = std::pair<size_t, size_t>;
-/// Values, shape; gradient, parameter, momentum; beta, rest, decay; residual; errors, copy.
-using EncodeAt = std::tuple<uintptr_t, ShapeAt, std::array<StoredAt, 3>, std::array<float, 3>,
-                            StoredAt, uintptr_t, uintptr_t>;
-
-template <typename Moments>
-void encode_plain(const std::vector<EncodeAt>& matrices, uintptr_t scratch, uintptr_t where) {
-  std::vector<moments::Encode> all;
-  for (const auto& [values, shape, given, by, residual, errors, copy] : matrices) {
-    all.push_back({.values = floats(values),
-                   .shape = {shape.first, shape.second},
-                   .group = all.size(),
-                   .real = shape.first,
-                   .momentum = stored(given[2]),
-                   .beta = by[0],
-                   .rest = by[1],
-                   .residual = stored(residual),
-                   .errors = floats(errors),
-                   .copy = floats(copy),
-                   .gradient = stored(given[0]),
-                   .parameter = stored(given[1]),
-                   .decay = by[2]});
-  }
-  moments::encode(all, floats(scratch), Where<Moments>(where).at);
-}
-
-/// Values, shape; the residual before and after, and where it is stored.
-using SentAt = std::tuple<uintptr_t, ShapeAt, std::array<StoredAt, 3>>;
-
-template <typename Moments>
-void sent_plain(const std::vector<SentAt>& matrices, uintptr_t where) {
-  std::vector<moments::Sent> all;
-  for (const auto& [values, shape, given] : matrices) {
-    all.push_back({{bytes(values)},
-                   {shape.first, shape.second},
-                   {},
-                   stored(given[0]),
-                   stored(given[1]),
-                   stored(given[2])});
-  }
-  moments::sent(all, Where<Moments>(where).at);
-}
-
-/// Parameter, shape; gradient, momentum; lr.
-using MoveAt = std::tuple<uintptr_t, ShapeAt, uintptr_t, uintptr_t, float>;
-
-template <typename Moments>
-void move_plain(const std::vector<MoveAt>& matrices, DType dtype, uintptr_t where) {
-  std::vector<moments::Move> all;
-  const uint32_t form = moments::form_of(dtype);
-  for (const auto& [values, shape, gradient, momentum, lr] : matrices) {
-    all.push_back({.x = {bytes(values), form},
-                   .shape = {shape.first, shape.second},
-                   .gradient = {bytes(gradient)},
-                   .momentum = {bytes(momentum), form},
-                   .by = {},
-                   .lr = lr,
-                   .keep = 1.0f,
-                   .limit = 0.0f});
-  }
-  moments::move(all, dtype, Where<Moments>(where).at);
 }
 
 template <typename Moments>
@@ -226,10 +164,7 @@ void bind(py::module_& m, const char* name) {
       .def("land", &land<Moments>)
       .def("collect", &collect<Moments>)
       .def("commit", &commit<Moments>)
-      .def("move", &move<Moments>)
-      .def_static("encode_plain", &encode_plain<Moments>)
-      .def_static("sent_plain", &sent_plain<Moments>)
-      .def_static("move_plain", &move_plain<Moments>);
+      .def("move", &move<Moments>);
 }
 
 }  // namespace passes

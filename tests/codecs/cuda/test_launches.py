@@ -22,8 +22,7 @@ from pycomm.codecs.cuda.sources import has_kernels
 from pycomm.codecs.implementations import implementation
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.sign import Sign
-from pycomm.feedback import Feedback, Residual, storage
-from pycomm.momentum import plain
+from pycomm.feedback import storage
 from pycomm.momentum.kernels import Kernels
 from pycomm.momentum.passes import DTYPES
 from tests.codecs.cases import ROTATIONS, SPECS
@@ -31,7 +30,7 @@ from tests.codecs.cuda.emulated import all_kernels, guarded, kernels, listed, ru
 from tests.codecs.cuda.ptx import ARCHS
 from tests.codecs.harness import check_ptx, spills
 from tests.torch.harness import same_bits
-from tests.torch.optim.followed import SHAPES, ByPasses, differing
+from tests.torch.optim.followed import KINDS, ByPasses, differing
 
 NVRTC = "pycomm.codecs.cuda.nvrtc"
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -254,61 +253,11 @@ def launch(launches: Any, device: torch.device) -> None:
     run(launches, all_kernels())
 
 
-def plain_passes(form: str, dtype: torch.dtype, times: int) -> tuple[list[torch.Tensor], ...]:
-    """Do the passes of an optimizer that divides by nothing; return what they have written."""
-    shapes = SHAPES * times
-    rule = Feedback("residual", storage=form)
-    generator = torch.Generator().manual_seed(1)
-    encodings, stores, moves, errors = [], [], [], torch.zeros(len(shapes), 3)
-    for i, shape in enumerate(shapes):
-        g, x, m = (torch.randn(shape, generator=generator) for _ in "gxm")
-        residual = Residual(rule, g.numel(), g.device)
-        for side, values in zip(residual.worker or (), (x, m), strict=True):
-            storage.store(values.view(-1), side)
-        own = torch.zeros(shape)
-        made = plain.Encoding(torch.zeros(shape), g.to(dtype), copy=own)
-        if i % 2:
-            made.beta, made.unit, made.momentum = 0.75, 10.0, m.to(dtype)
-            made.residual, made.errors = residual.stored_worker(), errors[i]
-        if i % 3:
-            made.parameter, made.decay = x.to(dtype), 0.1
-        encodings.append(made)
-        sides = (residual.stored_worker(), residual.fresh_worker()) if i % 2 else (None, None)
-        stores.append(plain.Sent(own, *sides, own.view(-1)))
-        kept = torch.zeros(shape, dtype=dtype) if i % 2 else None
-        moves.append(plain.Move(x.to(dtype), made.values, kept, 0.1))
-    plain.encode(encodings)
-    plain.store_sent(stores)
-    plain.move(moves)
-    kept = [one.momentum for one in moves if one.momentum is not None]
-    written = [one.parameter for one in moves]
-    return [e.values for e in encodings], [s.to for s in stores], kept, written, [errors[:, :2]]
-
-
-@pytest.mark.parametrize("form", ["float32", "bf16", "int8"])
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("times", "launches"), [(1, 3), (5, 4)])  # 31 matrices to an encode
-@torch.no_grad()
-def test_kernels_without_factors_have_those_bits(monkeypatch, form, dtype, times, launches):
-    want = plain_passes(form, dtype, times)
-    launched: list[str] = []
-
-    def noted(launches: Any, device: torch.device) -> None:
-        launched.extend(each.kernel for each in launches)
-        launch(launches, device)
-
-    found = Kernels(torch.device("cpu"), noted)
-    monkeypatch.setattr(Kernels, "find", staticmethod(lambda *_: found))
-    got = plain_passes(form, dtype, times)
-    assert len(launched) == launches
-    for ours, theirs in zip(got, want, strict=True):
-        assert all(map(torch.equal, ours, theirs))
-
-
 @pytest.mark.parametrize("form", ["float32", "bf16", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shards", "scatters"), [(1, True), (3, True), (3, False)])
+@pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_kernels_have_the_bits_of_the_cpu(form, dtype, shards, scatters):
+def test_kernels_have_the_bits_of_the_cpu(form, dtype, shards, scatters, kind):
     ways = Kernels(torch.device("cpu"), launch), Kernels(torch.device("cpu"))
-    assert not differing(*(ByPasses(way, form, dtype, shards, scatters) for way in ways))
+    assert not differing(*(ByPasses(way, form, dtype, shards, scatters, kind) for way in ways))

@@ -215,7 +215,7 @@ def main(
         state = HookState(codec, wrapped)
     profile = Profile()
     for step in range(STEPS):
-        moments = getattr(optimizer.momenta, "moments", {}) if optimizer is not None else {}
+        moments = optimizer.momenta.moments if optimizer is not None else {}
         for moment in moments.values() if step else ():
             moment.state["moment_weight"].fill_(1.0)  # kernels would have written it
         torch.ops.fakegpu.record_calls(True)  # from the start again

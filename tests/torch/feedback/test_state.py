@@ -361,7 +361,7 @@ def test_each_wrapper_and_optimizer_resumes_with_the_same_bits(rank, size):
 @on_ranks(4)
 @pytest.mark.parametrize("wrapper", SHARDS)
 def test_shards_resume_with_the_same_bits(rank, size, wrapper):
-    for make in (partial(by_codec, codec="int4:rounding=stochastic"), ADAMW):
+    for make in (partial(by_codec, codec="int4:rounding=stochastic"), ADAMW, SGD):
         resume(rank, make, wrapper)
 
 

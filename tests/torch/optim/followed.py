@@ -12,7 +12,7 @@ import pycomm
 from pycomm.feedback import Feedback, Residual, storage
 from pycomm.momentum.job import Job
 from pycomm.momentum.kernels import Kernels
-from pycomm.momentum.moment import CodedMoment
+from pycomm.momentum.moment import AdamWMoment, SGDMoment
 from pycomm.momentum.passes import Passes
 from pycomm.momentum.table import Table
 from pycomm.reduction.bucket import BucketPiece
@@ -20,10 +20,12 @@ from tests.torch.optim.plain_moment import PlainMoment
 
 SHAPES = [(1, 1), (3, 5), (64, 16), (65, 33), (7, 600), (300, 31), (129, 515)]
 RANKS, STEPS = 3, 9
-GROUP = {"betas": (0.9, 0.95), "eps": 1e-8}
+GROUPS = {"adamw": {"betas": (0.9, 0.95), "eps": 1e-8}, "sgd": {"momentum": 0.9}}
+KINDS = {"adamw": AdamWMoment, "sgd": SGDMoment}
 # Steps in which nothing is divided, sums do not travel, gradients are far above the bound, they are
 # clipped after the backward, and sums are not finite.
 WHOLE, ALONE, HUGE, CLIPPED, WRONG = 1, (2, 3, 6), 4, 5, 6
+CHANGED = 5  # from which step on the momentum is another one
 OWN = 1  # the shard of this rank
 
 
@@ -35,11 +37,19 @@ class Followed(ABC):
         dtype: of gradients and parameters.
         shards: number of shards; 1: the rank has whole parameters.
         scatters: the rank codes all shards; else its own.
-        looks: number of the second moments' steps; see `ALONE`.
+        kind: the optimizer, whose schedule changes a momentum of SGD.
     """
 
-    def __init__(self, form: str, dtype: torch.dtype, shards: int = 1, scatters: bool = True):
+    def __init__(
+        self,
+        form: str,
+        dtype: torch.dtype,
+        shards: int = 1,
+        scatters: bool = True,
+        kind: str = "adamw",
+    ) -> None:
         torch.manual_seed(1)
+        self.kind, self.group = kind, dict(GROUPS[kind])
         self.dtype, self.shards = dtype, shards
         self.shard = OWN if shards > 1 else 0
         self.coded_here = range(shards) if scatters else [self.shard]
@@ -74,8 +84,10 @@ class Followed(ABC):
 
     def take(self, step: int) -> None:
         """Take a step, of which other ranks have the same numbers."""
+        if self.kind == "sgd" and step == CHANGED:
+            self.group["momentum"] = 0.6
         unit = 1.0 if self.dtype == torch.float16 or step in (WHOLE, *ALONE) else 4.0
-        looks, divides = step not in ALONE, step != WHOLE
+        looks, divides = step not in ALONE, self.kind != "sgd" and step != WHOLE
         generator = torch.Generator().manual_seed(step)
         scale = {HUGE: 500.0, WRONG: 1e30 if self.dtype != torch.float16 else 1.0}.get(step, 1.0)
         shape = len(self.coded_here), sum(self.sizes)
@@ -131,12 +143,13 @@ class ByPasses(Followed):
         self.all = []
         for i in range(len(SHAPES)):
             whole = torch.nn.Parameter(self.given[i])
-            moment = CodedMoment(whole, GROUP, {}, self.codec, shard=self.shard, shards=self.shards)
+            where = {"shard": self.shard, "shards": self.shards}
+            moment = KINDS[self.kind](whole, self.group, {}, self.codec, **where)
             moment.parameter = torch.nn.Parameter(self.own(i).clone())
             self.all.append(moment)
 
     def moments(self) -> list[torch.Tensor]:
-        keys = ("exp_avg", "row", "column", "heard", "moment_weight", "coding_error")
+        keys = (self.all[0].key, "row", "column", "heard", "moment_weight", "coding_error")
         keys += ("mean_energy", "own_energy")
         return [
             *(moment.parameter.detach() for moment in self.all),
@@ -191,7 +204,7 @@ class ByDefinition(Followed):
         error = pycomm.policy.quality.nominal_error(self.codec) ** 2
         where = {"shard": self.shard, "shards": self.shards, "ranks": RANKS}
         self.all = [
-            PlainMoment(self.own(i), rows, GROUP, error, **where)
+            PlainMoment(self.own(i), rows, self.group, error, **where)
             for i, (rows, _) in enumerate(SHAPES)
         ]
 
@@ -208,7 +221,7 @@ class ByDefinition(Followed):
             shards.append(dict(zip(self.coded_here, parts, strict=True)))
             by = 1 / unit
             counts = moment.look(shards[i], by, looks)
-            if moment.scale is None:
+            if moment.scale is None and not moment.is_sgd:
                 moment.provide(moment.local_sums() * RANKS / RANKS)
             e, o = self.kept[i]
             places = {shard: place for place, shard in enumerate(self.coded_here)}
@@ -221,7 +234,7 @@ class ByDefinition(Followed):
         for i, (moment, (e, o)) in enumerate(zip(self.all, self.kept, strict=True)):
             for place, (shard, values) in enumerate(shards[i].items()):
                 residuals = e.stored_worker(place), e.fresh_worker(place)
-                sent = moment.sent(values, *residuals, shard)
+                sent = moment.sent(values, *residuals, shard, divides=divides)
                 storage.store(sent.reshape(-1), o.fresh_worker(place))
             own = self.part(mean[None], i).view(self.padded[i], moment.columns)
             moment.land(own, unit, divides)

@@ -1,6 +1,8 @@
-"""CodedAdamW in plain torch, and the share of the ranks' squares that belongs to their mean."""
+"""Coded optimizers in plain torch, and the share of the ranks' squares that is their mean's."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -8,7 +10,8 @@ import pycomm
 from pycomm.momentum import agreement
 from tests.torch.optim.plain_moment import FLOOR, signs_of
 
-SIZES = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+SIZES: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+SIZES_OF_SGD: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}
 
 
 class Agreement:
@@ -56,6 +59,8 @@ class PlainAdamW:
     Its rows are dealt to `shards` ranks, whose shards are coded one by one.
     """
 
+    divides = True
+
     def __init__(self, start: torch.Tensor, ranks: int, codec: str, shards: int = 1) -> None:
         self.x, self.codec, self.ranks = start.clone(), pycomm.codec(codec), ranks
         self.m = torch.zeros_like(start)
@@ -69,19 +74,29 @@ class PlainAdamW:
         self.v = pycomm.policy.quality.nominal_error(self.codec) ** 2
         self.t, self.agreement = 0, Agreement(*start.shape)
 
+    @property
+    def betas(self) -> tuple[float, float]:
+        betas: tuple[float, float] = SIZES["betas"]
+        return betas
+
+    @property
+    def kept(self) -> float:
+        """What is kept of the momentum is this times a mean of gradients."""
+        return 1.0
+
     def step(self, gs: list[torch.Tensor]) -> None:
-        beta1, beta2 = SIZES["betas"]
+        beta1, beta2 = self.betas
         row = sum(g.square().sum(1) for g in gs) / self.ranks
         column = sum(g.square().sum(0) for g in gs) / self.ranks
         r, c, weight = (self.row, self.column, self.weight) if self.t else (row, column, 1.0)
         floors = [heard.floor(one) for heard, one in zip(self.heard, (r, c), strict=True)]
         r, c = torch.maximum(r, floors[0]) / (r.sum() * weight), torch.maximum(c, floors[1])
-        d = torch.outer(r.sqrt(), c.sqrt())
+        d = torch.outer(r.sqrt(), c.sqrt()) if self.divides else torch.ones_like(self.x)
         v = min(0.99, float(self.v))
         b = max(0.0, int(1024 * (beta1 - v) / (1 - v)) / 1024)
         left = coded = 0.0
         for rank, g in enumerate(gs):
-            p = ((1 - b) * g + b * self.o[rank]) / d
+            p = ((1 - b) * g + b * self.o[rank] / self.kept) / d
             rows = []
             for shard, part in enumerate(p.split(self.padded)):
                 padded = torch.zeros_like(self.e[rank][shard])
@@ -92,8 +107,8 @@ class PlainAdamW:
                 q = self.codec.decode(self.codec.encode(padded), padded.numel())
                 self.e[rank][shard] = padded - q
                 rows.append(q[: part.numel()].view_as(part))
-            self.o[rank] = torch.cat(rows) * d
-        self.m = sum(self.o) / self.ranks
+            self.o[rank] = torch.cat(rows) * d * self.kept
+        self.m = sum(self.o) / self.ranks / self.kept
         share = self.agreement.share(gs, beta2)
         self.row = beta2 * self.row + (1 - beta2) * share * row
         self.column = beta2 * self.column + (1 - beta2) * share * column
@@ -103,10 +118,32 @@ class PlainAdamW:
         if left > 0:
             self.v = 0.75 * self.v + 0.25 * left / coded
         self.t += 1
+        self.move()
+
+    def move(self) -> None:
         row, column = (
             torch.maximum(s, heard.floor(s))
             for heard, s in zip(self.heard, (self.row, self.column), strict=True)
         )
         full = torch.outer(row, column) / self.row.sum() / self.weight
-        moved = self.m / (1 - beta1**self.t) / full.sqrt()
+        moved = self.m / (1 - self.betas[0] ** self.t) / full.sqrt()
         self.x = self.x * (1 - SIZES["lr"] * SIZES["weight_decay"]) - SIZES["lr"] * moved
+
+
+class PlainSGD(PlainAdamW):
+    """The same for SGD, whose momentum may change."""
+
+    divides = False
+    momentum: float = SIZES_OF_SGD["momentum"]
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        return self.momentum, 0.99
+
+    @property
+    def kept(self) -> float:
+        return 1 / (1 - self.momentum)
+
+    def move(self) -> None:
+        lr = SIZES_OF_SGD["lr"] * self.kept
+        self.x = self.x * (1 - lr * SIZES_OF_SGD["weight_decay"]) - lr * self.m

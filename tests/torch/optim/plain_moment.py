@@ -83,7 +83,7 @@ class PlainMoment:
     Args:
         parameter: the own rows of it.
         rows: of the whole matrix.
-        settings: of the optimizer's group.
+        settings: of the optimizer's group, which may change: those of AdamW, or of SGD.
         error: of the codec, in squares.
         shard, shards: which rows are the own ones.
         ranks: number of ranks that average their momenta.
@@ -102,7 +102,9 @@ class PlainMoment:
     ) -> None:
         self.x, self.m = parameter.clone(), torch.zeros_like(parameter)
         self.rows, self.columns, self.ranks = rows, parameter.shape[1], ranks
-        self.beta1, self.beta2, self.eps = *settings["betas"], settings["eps"]
+        self.settings, self.is_sgd = settings, "momentum" in settings
+        self.beta2 = 0.99 if self.is_sgd else settings["betas"][1]
+        self.eps = settings.get("eps", 0.0)
         self.padded, self.shard = -(-rows // shards), shard
         self.sums = [torch.zeros(rows), torch.zeros(self.columns)]
         self.heard = [torch.zeros(2, rows), torch.zeros(2, self.columns)]
@@ -113,6 +115,15 @@ class PlainMoment:
         self.steps, self.waiting, self.decay = 0, 0, 1.0
         self.scale: Any = None
         self.probe: Any = None
+
+    @property
+    def beta1(self) -> float:
+        return self.settings["momentum"] if self.is_sgd else self.settings["betas"][0]
+
+    @property
+    def kept(self) -> float:
+        """What m and o are of a mean of gradients: SGD keeps the unit of torch's buffer."""
+        return 1 / (1 - self.beta1) if self.is_sgd else 1.0
 
     def state(self) -> list[torch.Tensor]:
         numbers = [self.weight, self.error, self.mean_energy, self.own_energy]
@@ -204,7 +215,7 @@ class PlainMoment:
         looks: bool,
         divides: bool,
     ) -> None:
-        """Replace gradients [padded, columns] by p = (b o + (1 - b) unit g) / d.
+        """Replace gradients [padded, columns] by p = (b o / kept + (1 - b) unit g) / d.
 
         Args:
             counts: what `look` has found.
@@ -214,32 +225,36 @@ class PlainMoment:
         beta = shortened(self.beta1, float(self.error))
         for shard, values in shards.items():
             real = self.rows_of(shard).stop - self.rows_of(shard).start
+            by = number(beta) * (1 / number(self.kept))
             p = values.float() * number((1 - beta) * unit)
             row, column = (1 / one for one in self.d(shard)) if divides else (1.0, 1.0)
             m = torch.zeros_like(p)
             if beta > 0:
                 sent = storage.load(went[shard], p.numel()).view(-1)[: real * self.columns]
                 m[:real] = sent.view(real, self.columns)
-                p[:real] += m[:real] * number(beta)
+                p[:real] += m[:real] * by
             p = p * row * column
             if counts[shard] < 1:
                 p = p * counts[shard]
-                p[:real] += (m * ((1 - counts[shard]) * number(beta)) * row * column)[:real]
+                p[:real] += (m * ((1 - counts[shard]) * by) * row * column)[:real]
             values.copy_(p)
             if looks:
                 e = floats(residuals[shard], p.shape)
                 for k, errors in enumerate((e, p + e)):
                     self.fresh[self.rows + self.columns + k] += total(row_sums(errors * errors))
 
-    def sent(self, x: torch.Tensor, before: Any, after: Any, shard: int) -> torch.Tensor:
-        """What was sent of a shard's coded values: (x + before - after) d."""
-        row, column = self.d(shard)
+    def sent(
+        self, x: torch.Tensor, before: Any, after: Any, shard: int, *, divides: bool
+    ) -> torch.Tensor:
+        """What was sent of a shard's coded values: (x + before - after) d kept."""
+        row, column = self.d(shard) if divides else (number(1.0), number(1.0))
+        row = row * number(self.kept)
         return (x.float() + floats(before, x.shape) - floats(after, x.shape)) * row * column
 
     def land(self, values: torch.Tensor, unit: float, divides: bool) -> None:
         """Make the mean of the own shard a momentum, and look at its first values."""
-        if divides:
-            row, column = self.d(self.shard)
+        if divides or unit != 1:
+            row, column = self.d(self.shard) if divides else (number(1.0), number(1.0))
             values.copy_(values.float() * (row * number(unit)) * column)
         real = (self.rows_of(self.shard).stop - self.rows_of(self.shard).start) * self.columns
         first = values.reshape(-1)[: min(2048, real)].float()
@@ -308,17 +323,21 @@ class PlainMoment:
     def move(self, gradient: torch.Tensor, lr: float, weight_decay: float) -> None:
         """Move the parameter by its gradient, which is the momentum."""
         self.steps += 1
-        correction = 1 - self.beta1**self.steps
-        now = gradient.float()
-        if self.probe is not None and self.weight > 0:
+        now, by_clip = gradient.float(), number(1.0)
+        if self.probe is not None and (self.weight > 0 or self.is_sgd):
             at, values = self.probe
             by, other = (now.reshape(-1)[i] / number(v) for i, v in zip(at, values, strict=True))
             tolerance = 2.0**-16 if gradient.dtype == torch.float32 else 2.0**-6
             if 1e-12 < by < 1e12 and (by - 1).abs() > tolerance:
-                now = now * (1 / by) if (other - by).abs() <= number(tolerance) * by else now
-        self.m.copy_(now)
+                by_clip = 1 / by if (other - by).abs() <= number(tolerance) * by else by_clip
+        self.m.copy_(now * (number(self.kept) * by_clip))
+        if self.is_sgd:  # of which clipping counts
+            keep = number(max(0.0, 1 - lr * self.kept * weight_decay))
+            self.x.copy_(self.x.float() * keep - now * number(lr * self.kept))
+            return
         if not self.weight > 0:
             return
+        now, correction = now * by_clip, 1 - self.beta1**self.steps
         row, column = self.reciprocals()
         moved = now * row[self.rows_of(self.shard), None] * column
         if self.waiting:

@@ -37,8 +37,11 @@ ROWS = [
     ("adamw", 2),
     ("sgd", 2),
     ("adamw on replicas", 2),
+    ("sgd on replicas", 2),
     ("adamw on shards", 2),
+    ("sgd on shards", 2),
     ("adamw on replicas of shards", 4),
+    ("sgd on replicas of shards", 4),
 ]
 
 
@@ -157,10 +160,9 @@ def kept(optimizer: Any) -> dict[str, Any]:
         return {**found, "outer": optimizer.local.state_dict()}
     optimizer.compression.settle()
     state = optimizer.compression.state_dict()
-    for kind in ("rank", "own", "sent"):
+    for kind in ("rank", "own"):
         for name, entry in state.get(f"{kind}{dist.get_rank()}", (0, {}))[1].items():
-            tensors = entry if isinstance(entry, dict) else {"own": entry}
-            found |= {f"{name}.{k}": t for k, t in tensors.items() if isinstance(t, torch.Tensor)}
+            found |= {f"{name}.{k}": t for k, t in entry.items() if isinstance(t, torch.Tensor)}
     return found
 
 

@@ -17,14 +17,14 @@ from pycomm.feedback import storage
 from pycomm.momentum import agreement
 from pycomm.momentum.job import Job
 from pycomm.momentum.kernels import Kernels
-from pycomm.momentum.moment import CodedMoment
+from pycomm.momentum.moment import AdamWMoment
 from pycomm.momentum.passes import Passes
 from pycomm.momentum.table import Table
 from pycomm.reduction.bucket import BucketPiece
 from tests.extent import each_value
 from tests.torch.harness import Chosen, all_equal, equal, values, whole
 from tests.torch.optim import table
-from tests.torch.optim.plain_agreement import SIZES, PlainAdamW
+from tests.torch.optim.plain_agreement import SIZES, SIZES_OF_SGD, PlainAdamW, PlainSGD
 from tests.torch.optim.plain_moment import share
 from tests.torch.optim.table import CALM, SHAPES, gradients, integers, named, train
 from tests.torch.pool import on_ranks
@@ -39,7 +39,8 @@ SENT_AS_IT_IS = "topk:0.05,indices=int12"
 
 def make(codec: Any = "sign", which: str = "adamw", **options: Any) -> tuple[Any, Any]:
     model = table.wrap(which, table.net(), bucket_cap_mb=0.02)
-    return model, table.coded(which, model, codec=codec, **{**SIZES, **options})
+    sizes = SIZES_OF_SGD if which.startswith("sgd") else SIZES
+    return model, table.coded(which, model, codec=codec, **{**sizes, **options})
 
 
 # ---------------------------------------------------------------- the formula
@@ -48,18 +49,27 @@ def make(codec: Any = "sign", which: str = "adamw", **options: Any) -> tuple[Any
 @on_ranks(then=all_equal)
 @pytest.mark.parametrize(
     ("which", "ranks"),
-    [("adamw", 2), ("adamw", 3), ("adamw on shards", 2), ("adamw on shards", 3)],
+    [
+        (kind + where, n)
+        for kind in ("adamw", "sgd")
+        for where in ("", " on shards")
+        for n in (2, 3)
+    ],
 )
 @pytest.mark.parametrize("codec", ["sign", "topk:0.02"])
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 def test_a_step_is_that_of_the_formula(rank, size, which, codec):
     model, optimizer = make(codec, which, refresh=1, feedback=EXACTLY)
-    shards = size if which == "adamw on shards" else 1
+    shards = size if which.endswith("on shards") else 1
+    kind = PlainSGD if which.startswith("sgd") else PlainAdamW
     plain = {
-        n: PlainAdamW(whole(named(model)[n]).detach(), size, codec, shards)
-        for n in ("big", "small")
+        n: kind(whole(named(model)[n]).detach(), size, codec, shards) for n in ("big", "small")
     }
     for number in range(6):
+        if kind is PlainSGD and number == 3:  # as a schedule changes it
+            optimizer.param_groups[0]["momentum"] = 0.5
+            for reference in plain.values():
+                reference.momentum = 0.5
         table.step(model, optimizer, gradients(rank, number))
         for name, reference in plain.items():
             reference.step([gradients(r, number)[name] for r in range(size)])
@@ -281,9 +291,9 @@ def projected(gradient: torch.Tensor, step: int, shards: int = 1) -> torch.Tenso
     return moment.room[len(moment.numbers) :][: moment.sums_numel][-agreement.ROWS :].clone()
 
 
-def moment_of(value: torch.Tensor, **options: Any) -> CodedMoment:
+def moment_of(value: torch.Tensor, **options: Any) -> AdamWMoment:
     settings = {"betas": (0.9, 0.5), "eps": 1e-8}
-    moment = CodedMoment(torch.nn.Parameter(value), settings, {}, pycomm.codec("sign"), **options)
+    moment = AdamWMoment(torch.nn.Parameter(value), settings, {}, pycomm.codec("sign"), **options)
     moment.start()
     return moment
 
@@ -434,25 +444,22 @@ def of_all_ranks(rank: int, size: int, which: str, refresh: int) -> list[list[to
     """Finite gradients whose squares overflow, on one rank: in the first steps, and later."""
     found = []
     for bad in (0, 1, 9):
-        model, optimizer = (
-            table.make("sgd", lr=1e-3) if which == "sgd" else make("sign", which, refresh=refresh)
-        )
+        model, optimizer = table.make(which, lr=1e-2, refresh=refresh)
         for number in range(24):
             given = gradients(rank, number)
             if number == bad and rank == 1:
                 given["big"][3, 4] = 1e20
             table.step(model, optimizer, given)
         shared = ("row", "column", "moment_weight", "coding_error", "momentum_buffer")
-        kept = [s[key] for s in optimizer.state.values() for key in shared if key in s]
+        kept = [whole(s[key]) for s in optimizer.state.values() for key in shared if key in s]
         assert all(one.isfinite().all() for one in kept)
         found.append([*kept, *values(model)])
-        if which != "sgd":
-            found.append([moment.numbers[4] for moment in optimizer.momenta.moments.values()])
+        found.append([moment.numbers[4] for moment in optimizer.momenta.moments.values()])
     return found
 
 
 @pytest.mark.parametrize("refresh", [1, 4])
-@pytest.mark.parametrize("which", ["adamw", "adamw on shards", "sgd"])
+@pytest.mark.parametrize("which", ["adamw", "adamw on shards", "sgd", "sgd on shards"])
 def test_overflowing_squares_leave_ranks_alike(pool, which, refresh):
     first, second = pool.run(of_all_ranks, which, refresh)
     for one, other in zip(first, second, strict=True):

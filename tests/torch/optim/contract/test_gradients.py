@@ -17,6 +17,7 @@ from tests.extent import FULL
 from tests.torch import harness
 from tests.torch.harness import Chosen, all_equal, equal, near, values, whole
 from tests.torch.optim.table import (
+    MOMENTUM,
     ROWS,
     SHAPES,
     assert_alike,
@@ -71,10 +72,9 @@ def test_the_exact_codec_has_the_bits_of_torch(rank, size, which):
             optimizer = plain(which, groups)
             if is_coded:
                 local = pycomm.LocalSGD(
-                    *(model,), every=1, codec="fp32", lr=1.0, momentum=0.0, optimizer=optimizer,
-                    process_group=group,
-                )  # fmt: skip
-                local.__enter__()
+                    *(model,), every=1, codec="fp32", lr=1.0, momentum=0.0, process_group=group
+                )
+                optimizer.register_step_post_hook(lambda *_, local=local: local.step())
         else:
             make_one = coded if is_coded else lambda w, _, p, codec: plain(w, p)
             optimizer = make_one(which, model, groups, codec="fp32")
@@ -82,8 +82,7 @@ def test_the_exact_codec_has_the_bits_of_torch(rank, size, which):
         for number in range(6):
             optimizer.zero_grad()
             model(gradients(0 if which == "local" else rank, number)).backward()
-            if which != "sgd":  # which clips each rank's own gradient
-                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
             optimizer.step()
             schedule.step()
         found.append(values(model))
@@ -106,10 +105,7 @@ def test_gradients_add_up_until_a_step_uses_them(rank, size, which):
         first, second = integers(rank, number), integers(rank, number + 50)
         step(a, one, {name: first[name] + second[name] for name in first})
         two.zero_grad()
-        if number % 2 or which != "sgd":  # of AdamW a second reduction changes the momentum
-            without_reduction(b, first)
-        else:
-            b(first).backward()
+        without_reduction(b, first)
         b(second).backward()
         two.step()
     assert equal(values(a), values(b))
@@ -117,7 +113,7 @@ def test_gradients_add_up_until_a_step_uses_them(rank, size, which):
 
 
 @on_ranks()
-@rows(of="adamw")
+@rows()
 def test_a_second_backward_before_a_step_is_refused(rank, size, which):
     model, optimizer = make(which)
     train(model, optimizer, rank, range(2))
@@ -204,27 +200,10 @@ def test_compiled_models_and_steps_do_the_same(rank, size, which):
 
 
 @on_ranks(2, then=all_equal)
-@pytest.mark.parametrize("reduced", [True, False])
-def test_a_gradient_that_a_rank_lacks_counts_as_zero(rank, size, reduced):
-    (a, one), (b, two) = make("sgd"), make("sgd")
-    for number in range(4):
-        for model, optimizer in ((a, one), (b, two)):
-            optimizer.zero_grad()
-            given = gradients(rank, number)
-            model(given).backward() if reduced else without_reduction(model, given)
-            if number % 2 == 1 and rank == 1:
-                big = model.module.big
-                big.grad = None if model is a else torch.zeros_like(big)
-            optimizer.step()
-    assert equal(values(a), values(b))
-    assert_alike(one, two)
-    return values(a)
-
-
-@on_ranks(2, then=all_equal)
-def test_parameters_that_get_no_gradient(rank, size):
+@in_ddp
+def test_parameters_that_get_no_gradient(rank, size, which):
     """A parameter that no rank uses at first, and one that only one rank uses."""
-    model, optimizer = make("sgd")
+    model, optimizer = make(which)
     before = dict(zip(SHAPES, values(model), strict=True))
     for number in range(6):
         given = gradients(rank, number)
@@ -254,17 +233,14 @@ def test_join_is_refused(rank, size, which):
 # ---------------------------------------------------------------- overflows
 
 
-# Without a scaler torch's AdamW takes what is not finite of an exact parameter, and so does ours.
-OVERFLOWS = [(*row, True, "big") for row in ROWS] + [("sgd", 2, False, "bias")]
-
-
 @on_ranks()
-@pytest.mark.parametrize(("which", "ranks", "scaled", "where"), OVERFLOWS)
+@rows()
 @pytest.mark.parametrize("what", [float("inf"), float("nan")])
-def test_a_step_that_overflows_leaves_no_trace(rank, size, which, scaled, where, what):
+def test_a_step_that_overflows_leaves_no_trace(rank, size, which, what):
+    """With a scaler: without one torch takes what is not finite, and so do exact parameters."""
     (a, one) = make(which)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-    (b, two) = make(which, scaler=scaler if scaled else None)
+    (b, two) = make(which, scaler=scaler)
     for number in range(7):
         bad = number in (1, 5)
         if not bad:
@@ -272,45 +248,14 @@ def test_a_step_that_overflows_leaves_no_trace(rank, size, which, scaled, where,
         two.zero_grad()
         given = gradients(rank, number)
         if bad and rank == size - 1:
-            given["big" if number == 1 else where].view(-1)[7] = what
-        loss = b(given)
-        if scaled:
-            scaler.scale(loss).backward()
-            if number in (5, 6):
-                scaler.unscale_(two)
-            scaler.step(two)
-            scaler.update()
-        else:
-            loss.backward()
-            two.step()
-    assert scaler.get_scale() == (256 if scaled else 1024)
-    # The loss scale is a power of two, so it changes no bit.
-    assert equal(values(a), values(b))
-    assert_alike(one, two)
-
-
-@on_ranks(2)
-def test_an_overflow_that_no_backward_shares_is_skipped(rank, size):
-    """Of CodedSGD no gradient travels in a backward: the ranks' scalers agree in the step."""
-    (a, one) = make("sgd")
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
-    (b, two) = make("sgd", scaler=scaler)
-    for number in range(5):
-        given, bad = gradients(rank, number), number in (1, 3)
-        one.zero_grad()
-        two.zero_grad()
-        if not bad:
-            without_reduction(a, given)
-            one.step()
-        elif rank == 1:
-            given["big"].view(-1)[7] = torch.inf
-        with b.no_sync():
-            scaler.scale(b(given)).backward()
-        if number == 3:
+            given["big"].view(-1)[7] = what
+        scaler.scale(b(given)).backward()
+        if number in (5, 6):
             scaler.unscale_(two)
         scaler.step(two)
         scaler.update()
     assert scaler.get_scale() == 256
+    # The loss scale is a power of two, so it changes no bit.
     assert equal(values(a), values(b))
     assert_alike(one, two)
 
@@ -338,8 +283,6 @@ def clipped(how: str, most: float, model: Any, optimizer: Any, scaler: Any, numb
     optimizer.zero_grad()
     if how == "accumulated":
         without_reduction(model, parts[1])
-    elif how == "two backwards":
-        model(parts[1]).backward()
     (scaler.scale(model(parts[0])) if how == "unscaled" else model(parts[0])).backward()
     if how == "unscaled":
         scaler.unscale_(optimizer)
@@ -369,7 +312,7 @@ def distance(which: str, how: str, most: float, *, is_coded: bool, codec: str = 
 
 
 HOWS = ("", "accumulated", "unscaled", "foreach")
-CLIPPED = [(*row, how, "sign") for row in ROWS if row[0] != "sgd" for how in HOWS]
+CLIPPED = [(*row, how, "sign") for row in ROWS if row[0].startswith("adamw") for how in HOWS]
 # Of one rank, and of a codec whose owners code the mean once more.
 CLIPPED += [("adamw", 1, "", "sign"), ("adamw", 2, "", "int4")]
 
@@ -385,22 +328,29 @@ def test_clipping_costs_no_more_distance_than_adamw(rank, size, which, how, code
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("which", ["adamw", "adamw on shards"])
-def test_a_factor_is_seen_in_a_shard_with_padding(rank, size, which):
-    """Padding stands among the first values, by which a factor is recognised."""
+@pytest.mark.parametrize("which", ["adamw", "adamw on shards", "sgd", "sgd on shards"])
+def test_a_factor_is_not_a_part_of_the_momentum(rank, size, which):
+    """It counts for the distance of SGD's step alone. Padding may stand among the first values,
+    by which a factor is recognised."""
     shapes = {"odd": (7, 13), "even": (64, 64)}
-    found = []
+    found, moves = [], []
     for factor in (1.0, 0.25):
         model = wrap(which, Chosen(shapes, 0.01))
-        optimizer = coded(which, model, codec=pycomm.Policy("sign", rules=()))
+        optimizer = coded(which, model, codec=pycomm.Policy("sign", rules=()), weight_decay=0.0)
         for number in range(5):
+            before = values(model)
             optimizer.zero_grad()
             model(harness.gradients(rank, number, shapes=shapes)).backward()
             for parameter in model.parameters():
                 parameter.grad.mul_(factor)
             optimizer.step()
-        found.append(values(model))
+        found.append([whole(s[MOMENTUM[which.split()[0]]]) for s in optimizer.state.values()])
+        moves.append([a - b for a, b in zip(values(model), before, strict=True)])
     assert equal(*found)
+    by = 0.25 if which.startswith("sgd") else 1.0
+    for whole_move, scaled_move in zip(*moves, strict=True):
+        # The difference of rounded parameters, which lie elsewhere.
+        torch.testing.assert_close(scaled_move, by * whole_move, rtol=1e-4, atol=1e-7)
 
 
 SILENCES = [(*row, codec, range(2)) for row in [*ROWS, LOCAL] for codec in ("sign", "int4")]
@@ -425,42 +375,6 @@ def test_a_matrix_without_gradient_for_a_while_is_trained(rank, size, which, cod
         moved = [a - b for a, b in zip(values(model), before, strict=True)]
         assert number < silent.stop or all(one.abs().max() < most for one in moved)
     assert all(one.isfinite().all() and one.any() for one in moved)
-    return values(model)
-
-
-@on_ranks(2, then=all_equal)
-@pytest.mark.parametrize("how", ["", "accumulated", "two backwards", "unscaled"])
-def test_clipping_bounds_each_ranks_gradient_of_sgd(rank, size, how):
-    """What moves is the mean of the clipped gradients."""
-    model, alone = wrap("sgd", net()), net()
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    codes = {"codec": "fp32", "scaler": scaler if how == "unscaled" else None}
-    optimizer, torchs = coded("sgd", model, **codes), plain("sgd", alone.parameters())
-
-    class Averaged:
-        """Torch's SGD, which steps by the mean of the ranks' gradients."""
-
-        zero_grad = torchs.zero_grad
-
-        @staticmethod
-        def step() -> None:
-            for parameter in alone.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= size
-            torchs.step()
-
-    for number in range(5):
-        clipped(how, 1e-2, model, optimizer, scaler, number)
-        clipped(
-            {"unscaled": "", "accumulated": "two backwards"}.get(how, how),
-            1e-2,
-            alone,
-            Averaged,
-            None,
-            number,
-        )
-    for one, other in zip(values(model), values(alone), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
     return values(model)
 
 

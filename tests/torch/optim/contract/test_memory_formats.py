@@ -33,8 +33,8 @@ CODECS = {"AdamW, sign": "sign", "AdamW, topk": "topk:0.05", "AdamW, exact": "fp
 
 def coded(name: str, model: Any) -> Any:
     # Squares between two exchanges are not a part of a checkpoint.
-    more = {} if name == "SGD" else {"refresh": 1}
-    return table.coded("sgd" if name == "SGD" else "adamw", model, codec=CODECS[name], **more)
+    kind = "sgd" if name == "SGD" else "adamw"
+    return table.coded(kind, model, codec=CODECS[name], refresh=1)
 
 
 def advance(rank: int, model: Any, optimizer: Any, steps: range, parts: int = 1) -> None:

@@ -21,6 +21,7 @@ from tests.torch.optim.table import (
     ROWS,
     coded,
     gradients,
+    in_ddp,
     make,
     named,
     net,
@@ -66,11 +67,12 @@ def test_parameters_of_another_optimizer_are_averaged(rank, size, which, bucket_
 
 
 @on_ranks(2, then=all_equal)
-def test_another_optimizers_sparse_gradients_are_averaged(rank, size):
+@in_ddp
+def test_another_optimizers_sparse_gradients_are_averaged(rank, size, which):
     torch.manual_seed(0)
     words, line = nn.Embedding(9, 40, sparse=True), nn.Linear(40, 40)
     model = DistributedDataParallel(nn.Sequential(words, line))
-    optimizer = pycomm.CodedSGD(line.parameters(), model=model)
+    optimizer = coded(which, model, line.parameters())
     other = torch.optim.SGD(words.parameters(), lr=0.1)
     for number in range(3):
         model.zero_grad()
@@ -112,9 +114,7 @@ def test_an_overflow_beside_another_optimizer(rank, size, which):
 def test_a_group_that_is_added_later_travels_coded(rank, size, which, when):
     model = wrap(which, net())
     first, others = parts_of(model)
-    optimizer = (
-        coded(which, model, others, refresh=1) if which != "sgd" else coded(which, model, others)
-    )
+    optimizer = coded(which, model, others, refresh=1)
     train(model, optimizer, rank, range(3))
     before = values(model)
     if when != "after a step":
@@ -126,12 +126,12 @@ def test_a_group_that_is_added_later_travels_coded(rank, size, which, when):
     assert not any(map(torch.equal, before, values(model)))
     state = optimizer.compression
     assert state.decisions["big"].codec.name == "sign"
-    assert which == "sgd" or "row" in optimizer.state[first[0]]
+    assert "row" in optimizer.state[first[0]]
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), state.state_dict()))
     train(model, optimizer, rank, range(8, 12))
     again = wrap(which, net())
     first, others = parts_of(again)
-    loaded = coded(which, again, others, **({} if which == "sgd" else {"refresh": 1}))
+    loaded = coded(which, again, others, refresh=1)
     loaded.add_param_group({"params": first})
     again.load_state_dict(saved[0])
     loaded.load_state_dict(saved[1])
@@ -198,29 +198,19 @@ def test_a_parameter_frozen_at_construction(rank, size, which):
 @on_ranks(then=all_equal)
 @rows()
 def test_a_parameter_frozen_at_wrapping(rank, size, which):
-    """DDP never averages it, so CodedAdamW refuses; CodedSGD averages what it has by itself."""
+    """DDP never averages it, which is refused."""
     inner = net()
     inner.big.requires_grad_(False)
     model = wrap(which, inner)
     optimizer = coded(which, model)
     train(model, optimizer, rank, range(2))
     named(model)["big"].requires_grad_(True)
-    if which == "adamw":
+    if " on " not in which:
         with pytest.raises(Error, match="big was frozen when the model was wrapped"):
             train(model, optimizer, rank, range(2, 5))
     else:
         train(model, optimizer, rank, range(2, 5))
     return values(model)
-
-
-@on_ranks(2)
-def test_sgd_refuses_what_ranks_have_for_themselves(rank, size):
-    inner = net()
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, ["big"])
-    model = DistributedDataParallel(inner)
-    coded("sgd", model, list(model.parameters())[1:])
-    with pytest.raises(ValueError, match="ignores big"):
-        coded("sgd", DistributedDataParallel(inner))
 
 
 # ---------------------------------------------------------------- copies and averages
