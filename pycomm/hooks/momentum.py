@@ -65,7 +65,7 @@ class Momenta(Transform, ABC):
     def __init__(
         self, kind: type[CodedMoment], find: Find, unit: Callable[[], float], refresh: int
     ) -> None:
-        self._kind, self._find, self._unit, self._scale = kind, find, unit, 1.0
+        self._kind, self._find, self._unit, self._scale = kind, find, unit, 0.0  # 0: not known
         self.steps = 0
         """Optimizer steps so far."""
         self.moments: dict[str, CodedMoment] = {}
@@ -281,7 +281,11 @@ class Momenta(Transform, ABC):
         if self._added:
             self.take_added()
         self._set_refresh()  # a schedule may have changed the codecs
-        self._scale = self._unit()
+        scale = self._unit()
+        if self._scale not in (0.0, scale):  # residuals of gradients have their unit
+            others = [name for name in self.state.decisions if name not in self.moments]
+            self.state.rescale(scale / self._scale, others, momentum=True)
+        self._scale = scale
         for moment in self.moments.values():
             moment.begin()
         self._passes.refresh(self._all)
