@@ -61,6 +61,7 @@ MODELS = {
     "demo-2000": Config(steps=2000, evaluate_every=100, warmup=100),
     "25m": Config(layers=8, width=512, heads=8, batch=4, steps=160, learning_rate=6e-4),
     "124m": _GPT,
+    "201m": replace(_GPT, width=1024, heads=16),
     "350m": replace(_GPT, layers=24, width=1024, heads=16),
 }
 
