@@ -86,7 +86,7 @@ def _load(version: str) -> ModuleType:
         oldest = ".".join(map(str, OLDEST_TORCH))
         raise Error(f"torch {version} is too old for pycomm: install torch {oldest} or newer")
     # A binary reads the core's variables while it loads. A wrong one is refused here, where it is
-    # not taken for a defect of the binary, which would be compiled again.
+    # not taken for a defect of the binary.
     from pycomm import _C
 
     _C.env()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pycomm.momentum.moment import BOUND, CodedMoment
+from pycomm.momentum.moment import CodedMoment
 from pycomm.momentum.passes import DTYPES, Passes
 from pycomm.momentum.table import Table
 
@@ -95,8 +95,9 @@ class Job:
             floats = values.new_empty(native.scratch_floats, dtype=torch.float32)
             scratch = floats.data_ptr()
         self._swapped = 0 if swapped is None else swapped.data_ptr()
+        bound = parts[0][0].bound(self._ranks)
         job = (
-            *(values.data_ptr(), self._dtype, 1 / self._unit, BOUND, self._ranks),
+            *(values.data_ptr(), self._dtype, 1 / self._unit, bound, self._ranks),
             *(0 if self.coded is values else self.coded.data_ptr(), self._divides),
             *(scratch, self._swapped),
         )

@@ -31,8 +31,8 @@ diverged. One that is small in all steps, as that of a feature in small units, i
 column, and its floor falls to a thousandth (`Heard` of csrc/optim); gradients that are not 0 are no
 sign of it, since an output for a rare word has small ones in all steps, and a large one now and
 then.
-A rank's gradient counts at most `BOUND` times its root second moment. Steps in which no rank has a
-gradient (an idle expert, LoRA's first factor at first) leave second moments as they are.
+A rank's gradient counts at most `CodedMoment.bound` times its root second moment. Steps in which no
+rank has a gradient (an idle expert, LoRA's first factor at first) leave second moments as they are.
 Sources: Tang et al. 2021, "1-bit Adam", algorithm 1, for a coded momentum with feedback.
 
 Ranks may share the parameter by rows (FSDP2). Its sums are then those of the whole parameter, on
@@ -62,10 +62,10 @@ EXTRA = 3 + agreement.ROWS
 """Numbers besides the sums: squares of what the last coding has left, of its input, of this rank's
 projections, and these projections, whose mean over the ranks makes place for its squares."""
 BOUND = 3.0
-"""Most that a rank's gradient counts in a step, as a multiple of its root second moment, over all
-values of a matrix. Second moments are known after the coding, up to some steps later: without a
-bound, one gradient that is a hundred times too large moves all values by dozens of learning rates,
-and stays in the momentum. Adam divides it by a root that it has enlarged itself."""
+"""Most that a rank's gradient counts in a step of AdamW, as a multiple of its root second moment,
+over all values of a matrix. Second moments are known after the coding, up to some steps later:
+without a bound, one gradient that is a hundred times too large moves all values by dozens of
+learning rates, and stays in the momentum. Adam divides it by a root that it has enlarged itself."""
 FLOAT32_STATES = (
     *("row", "column", "heard"),
     *("moment_weight", "coding_error", "mean_energy", "own_energy"),
@@ -128,6 +128,15 @@ class CodedMoment(ABC):
     """and that of the momentum in its state."""
     divides: ClassVar[bool]
     """The momentum is coded, and parameters move by it, divided by d."""
+
+    @staticmethod
+    @abstractmethod
+    def bound(ranks: int) -> float:
+        """Return the most that a rank's gradient counts, as a multiple of its root second moment.
+
+        Args:
+            ranks: number of ranks that average their momenta.
+        """
 
     def __init__(
         self,
@@ -298,6 +307,11 @@ class AdamWMoment(CodedMoment):
 
     optimizer, key, divides = "CodedAdamW", "exp_avg", True
 
+    @staticmethod
+    def bound(ranks: int) -> float:
+        """See `CodedMoment`."""
+        return BOUND
+
     @property
     def momentum(self) -> float:
         """See `CodedMoment`."""
@@ -350,6 +364,15 @@ class SGDMoment(CodedMoment):
     optimizer, key, divides = "CodedSGD", "momentum_buffer", False
     decay = 0.99
     """A horizon of a hundred steps, since nothing but the bound of gradients asks for them."""
+
+    @staticmethod
+    def bound(ranks: int) -> float:
+        """See `CodedMoment`: 10 for one rank, times the root of their number.
+
+        Nothing divides the step, so what is cut is missing. A gradient that comes once in a hundred
+        steps, on one rank alone, is so many times the root of its second moment, and counts whole.
+        """
+        return 10.0 * math.ceil(math.sqrt(ranks))
 
     @property
     def momentum(self) -> float:

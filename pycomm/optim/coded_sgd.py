@@ -36,7 +36,8 @@ class CodedSGD(CodedOptimizer):
             codec's delay is a part of its horizon.
         weight_decay: as torch's, which comes to a share of ``lr * weight_decay / (1 - momentum)`` a
             step. Coded parameters have that at once, and their momentum is without it; with torch
-            it lags behind by the momentum's horizon, in which it changes next to nothing.
+            it lags behind by the momentum's horizon. In that time it hardly changes as long as
+            ``lr * weight_decay`` is far below ``(1 - momentum)**2``.
         model, codec, refresh, scaler, feedback, seed: as for `CodedAdamW`.
 
     Raises:

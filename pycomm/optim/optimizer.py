@@ -176,6 +176,9 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         """
         self.momenta.drop_step()
         load(self, state_dict, FLOAT32_STATES)
+        for state in self.state.values():  # of torch's SGD, before there is a momentum
+            for key in [key for key, value in state.items() if value is None]:
+                del state[key]
         self._factor()
         self._rebind()
         coded = {id(moment.parameter) for moment in self.momenta.moments.values()}

@@ -118,3 +118,36 @@ def test_one_bit_learns_what_exact_momentum_learns(pool, codec):
     untrained = 1 / 64 + 1 / (3 * 64)  # of the wanted map and of torch's initial one
     for coded in pool.run(learns, codec):
         assert coded < 1e-3 * untrained
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("which", ["sgd", "sgd on shards"])
+def test_gradients_that_come_now_and_then_on_one_rank_count_whole(rank, size, which):
+    """Those of an expert: nothing divides the step, so what is cut would be missing."""
+    model, plain = (table.wrap(which, table.net()) for _ in range(2))
+    sizes = {**SIZES, "weight_decay": 0.0}
+    one = table.coded(which, model, codec="int8", **sizes)
+    two = torch.optim.SGD(plain.parameters(), **sizes)
+    before = values(model)
+    for step in range(120):
+        much = 1.0 if rank == 1 and step % 30 == 0 else 1e-3
+        given = {name: much * g for name, g in gradients(rank, step).items()}
+        table.step(model, one, given)
+        table.step(plain, two, given)
+    moved = [[a - b for a, b in zip(values(m), before, strict=True)] for m in (model, plain)]
+    for ours, theirs in zip(*moved, strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 0.1
+
+
+def test_a_state_of_torch_without_a_momentum_is_loaded(pool):
+    pool.run(_load_without_momentum, ranks=2)
+
+
+def _load_without_momentum(rank: int, size: int) -> None:
+    model, optimizer = table.make("sgd")
+    saved = optimizer.to_sgd().state_dict()
+    numbers = range(len(saved["param_groups"][0]["params"]))
+    saved["state"] = {number: {"momentum_buffer": None} for number in numbers}
+    optimizer.load_state_dict(saved)
+    table.train(model, optimizer, rank, range(2))
+    assert all(state["momentum_buffer"].any() for state in optimizer.state.values())
