@@ -48,6 +48,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -308,6 +309,7 @@ class AdamWMoment(CodedMoment):
     optimizer, key, divides = "CodedAdamW", "exp_avg", True
 
     @staticmethod
+    @cache  # each bucket asks
     def bound(ranks: int) -> float:
         """See `CodedMoment`."""
         return BOUND
@@ -366,6 +368,7 @@ class SGDMoment(CodedMoment):
     """A horizon of a hundred steps, since nothing but the bound of gradients asks for them."""
 
     @staticmethod
+    @cache  # each bucket asks
     def bound(ranks: int) -> float:
         """See `CodedMoment`: 10 for one rank, times the root of their number.
 
