@@ -127,7 +127,7 @@ uint32_t after_zeros(uint32_t crc) {
 
 // An instruction takes two or three cycles and starts every cycle: three independent streams keep
 // it busy. Data in memory are fetched over several pages and into the second-level cache, since the
-// processor by itself stops at the end of each page: 14.5 GB/s where it was 4 (64 MiB, one core).
+// processor by itself stops at the end of each page.
 PYCOMM_CRC uint32_t update_by_streams(uint32_t crc, const uint8_t* p, size_t n) {
   constexpr size_t kStream = 1024, kLine = 64, kAhead = 16 << 10;
   for (; n >= 3 * kStream; p += 3 * kStream, n -= 3 * kStream) {

@@ -5,6 +5,7 @@ Their `call` returns whether the result is right.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +51,7 @@ class Place:
         return [rank * hosts // self.ranks for rank in range(self.ranks)] if hosts else []
 
 
-class Group:
+class Group(ABC):
     """A group of either kind."""
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -73,8 +74,9 @@ class Group:
     def _new(self, shape: tuple[int, ...]) -> Any:
         return np.empty(shape, np.float32)
 
+    @abstractmethod
     def _run(self, call: Call, one: Any, many: Any, out: Any, async_op: bool) -> None:
-        raise NotImplementedError
+        """Run a call: of `one` or `many`, by its operation, to `out`."""
 
 
 class CoreGroup(Group):
