@@ -7,7 +7,6 @@
 // and at any time:
 //   rate I SENT RECEIVED             of a node, in bit/s (0: any)
 //   cut I, mend I                    drop all packets from and to a node, or no longer
-//   ports I FIRST LAST               a firewall: I takes TCP connections on these ports alone
 //   mark                             counts of trips begin anew
 //   trips                            prints the longest chain of one-way trips since the mark
 //   packets                          prints how many were delivered, lost, and dropped by full
@@ -99,7 +98,6 @@ struct Node {
   int fd = -1;
   uint32_t address = 0;
   bool cut = false;
-  int first_port = 0, last_port = 65535;  // of connections that it takes
   Pipe sent, received;
   std::priority_queue<Packet, std::vector<Packet>, Later> travelling;
   std::deque<Packet> arriving;
@@ -147,9 +145,6 @@ class Network {
     } else if (verb == "cut" || verb == "mend") {
       words >> i;
       nodes_.at(i).cut = verb == "cut";
-    } else if (verb == "ports") {
-      words >> i;
-      words >> nodes_.at(i).first_port >> nodes_.at(i).last_port;
     } else if (verb == "mark") {
       epoch_++;
       for (Node& node : nodes_) node.trips = 0;
@@ -214,7 +209,7 @@ class Network {
     const Link& link = links_[{from, to}];
     const int64_t left = node.sent.pass(now(), packet.size);
     if (left < 0) return dropped_++, false;
-    if (node.cut || nodes_[to].cut || !passes(nodes_[to], packet) || chance() < link.loss) {
+    if (node.cut || nodes_[to].cut || chance() < link.loss) {
       return lost_++, false;
     }
     packet.at = left + link.delay;
@@ -223,17 +218,6 @@ class Network {
     packet.trips = node.trips + 1;
     nodes_[to].travelling.push(packet);
     return true;
-  }
-
-  // False for the first packet of a connection to a port that the node's firewall closes.
-  static bool passes(const Node& to, const Packet& packet) {
-    const auto* bytes = reinterpret_cast<const uint8_t*>(packet.bytes->data());
-    const int header = 4 * (bytes[0] & 15);
-    if (bytes[9] != IPPROTO_TCP || packet.size < header + 20) return true;
-    const int port = bytes[header + 2] << 8 | bytes[header + 3];
-    constexpr uint8_t kSyn = 2, kAck = 16;
-    const bool begins = (bytes[header + 13] & (kSyn | kAck)) == kSyn;
-    return !begins || (to.first_port <= port && port <= to.last_port);
   }
 
   int64_t deliver(Node& node) {

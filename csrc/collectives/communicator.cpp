@@ -158,21 +158,12 @@ class Communicator::Impl {
     const auto over_channels = [&](const Deadline& deadline) {
       CollectiveContext context(mesh_, scratch_, tag, deadline, options_.segment_bytes,
                                 {*trace_, recording_, timing_});
-      if (mesh_.learns_links()) learn_links(context);
+      if (mesh_.lacks_round_trips()) mesh_.set_round_trips(gather_round_trips(context, mesh_));
       body(context);
       mesh_.rank_state().end(tag);
       mesh_.note_links(*trace_);
     };
     run(tag, timeout, over_channels);
-  }
-
-  void learn_links(CollectiveContext& context) {
-    if (!mesh_.links().has_round_trips()) {
-      mesh_.set_round_trips(gather_round_trips(context, mesh_));
-    } else {
-      mesh_.set_rates(gather_rates(context, mesh_.measured_rate()));
-      context.links_changed();
-    }
   }
 
   /// See Failure::end().

@@ -24,10 +24,6 @@ struct OpTiming {
 struct LinkUse {
   uint64_t bytes = 0;    ///< that the rank has acknowledged
   uint64_t busy_us = 0;  ///< while there was data to send, and the rank accepted it
-  uint64_t unsent = 0;   ///< bytes that have not left this host yet
-  /// The round trip as it is lately, with the queues on the path; of several connections the
-  /// longest.
-  uint64_t round_trip_us = 0;
 };
 
 }  // namespace pycomm

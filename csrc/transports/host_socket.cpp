@@ -43,23 +43,13 @@ int with_name(const Call& call, const Fd& socket, const std::string& name) {
               static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + bytes));
 }
 
-/// Returns the number of the process at the other end: 0 if we do not see it, -1 if it is another
-/// user's.
-pid_t peer_of(const Fd& socket) {
+/// True if the process at the other end is one of our user.
+bool same_user(const Fd& socket) {
   ucred peer = {};
   socklen_t length = sizeof peer;
   const bool known = ::getsockopt(socket.get(), SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0;
-  return known && peer.uid == ::geteuid() ? peer.pid : -1;
+  return known && peer.uid == ::geteuid();
 }
-
-/// Returns the number of a process's PID namespace; 0 if /proc does not show it.
-ino_t pid_namespace(const std::string& process) {
-  struct stat numbers = {};
-  ::stat(("/proc/" + process + "/ns/pid").c_str(), &numbers);
-  return numbers.st_ino;
-}
-
-bool same_user(const Fd& socket) { return peer_of(socket) >= 0; }
 
 /// A message of one byte that carries one descriptor.
 struct Message {
@@ -96,7 +86,11 @@ std::string host_id() {
          std::to_string(network.st_ino) + "/" + std::to_string(::geteuid());
 }
 
-std::string sharers_id() { return host_id() + "/" + std::to_string(pid_namespace("self")); }
+std::string sharers_id() {
+  struct stat numbers = {};
+  ::stat("/proc/self/ns/pid", &numbers);
+  return host_id() + "/" + std::to_string(numbers.st_ino);
+}
 
 HostSocket::HostSocket() : name_("pycomm-" + random_secret()), listener_(make_socket()) {
   if (!listener_) throw_errno("make a Unix socket");
@@ -121,12 +115,6 @@ HostSocket::State HostSocket::probe(const std::string& name) {
   // Nobody takes connections in; many may wait already.
   if (errno == EAGAIN) return State::open;
   return errno == ECONNREFUSED ? State::closed : State::unknown;
-}
-
-bool HostSocket::is_ours(const std::string& name) {
-  const Fd socket = make_socket();
-  return socket && with_name(::connect, socket, name) == 0 && peer_of(socket) > 0 &&
-         pid_namespace(std::to_string(peer_of(socket))) == pid_namespace("self");
 }
 
 Fd receive_fd(const std::string& name, Deadline deadline,

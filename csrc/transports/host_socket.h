@@ -27,8 +27,6 @@ class HostSocket {
   /// of the system, no descriptors).
   enum class State : uint8_t { open, closed, unknown };
   static State probe(const std::string& name);
-  /// True if a process of our user and our PID namespace has it open on our host.
-  static bool is_ours(const std::string& name);
 
  private:
   std::string name_;

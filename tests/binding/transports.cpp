@@ -8,7 +8,6 @@
 #include "binding/core/arguments.h"
 #include "binding/core/errors.h"
 #include "binding/core/gil.h"
-#include "collectives/group/rate_meter.h"
 #include "collectives/window/shared.h"
 #include "core/env.h"
 #include "tests/binding/module.h"
@@ -204,22 +203,6 @@ void bind_transports(py::module_& m) {
         const size_t used = flow.sockets(kSockets);
         return std::pair(flow.limit(kSockets) * static_cast<double>(used), used);
       });
-
-  py::class_<RateMeter>(m, "RateMeter")
-      .def(py::init())
-      .def("begin", &RateMeter::begin)
-      .def(
-          "look",
-          [](RateMeter& meter, const std::function<uint64_t()>& sent) {
-            meter.look([&] {
-              LinkUse use;
-              use.unsent = 1;
-              use.bytes = sent();
-              return use;
-            });
-          },
-          py::arg("sent"), "A connection that always has bytes to send has sent so many.")
-      .def("report", &RateMeter::report);
 
   m.def(
       "exchange",

@@ -1,8 +1,6 @@
-"""Chunks, segments and runs: they cover, do not overlap, are balanced and cut at allowed places."""
+"""The choice of an algorithm by costs, and the shares of owners on unequal links."""
 
 from __future__ import annotations
-
-import time
 
 import numpy as np
 import pytest
@@ -10,68 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pycomm import _C, _test
-from pycomm._test import schedule
 from pycomm.communicator import Piece
 from pycomm.errors import Error
 from tests.collectives.ways import ALGOS_OF, bits, floats, integers
 from tests.extent import each_pair, each_value
 from tests.ranks import run
-
-RANKS = st.integers(1, 9)
-
-
-@given(st.integers(0, 5000), RANKS, st.integers(1, 64))
-def test_chunks_cover_and_are_balanced(numel, ranks, granule):
-    chunks = [schedule.chunk(numel, ranks, r, granule) for r in range(ranks)]
-    assert [0, *(end for _, end in chunks)] == [*(begin for begin, _ in chunks), numel]
-    assert all(begin % granule == 0 or begin == numel for begin, _ in chunks)
-    granules = [-(-(end - begin) // granule) for begin, end in chunks]
-    assert max(granules) - min(granules) <= 1
-
-
-@given(st.integers(0, 1000), st.integers(0, 3000), st.integers(1, 700))
-def test_segments_cover_their_chunk(begin, numel, segment):
-    segments = schedule.segments((begin, begin + numel), segment)
-    covered = [i for b, e in segments for i in range(b, e)]
-    assert covered == list(range(begin, begin + numel))
-    assert all(0 < e - b <= segment for b, e in segments)
-    assert all(e - b == segment for b, e in segments[:-1])
-
-
-PARTS = st.lists(st.tuples(st.integers(0, 900), st.sampled_from([1, 32, 128, 256])), max_size=8)
-
-
-@given(PARTS, RANKS, st.integers(1, 600))
-def test_runs_cover_every_part_and_are_cut_at_its_granules(parts, ranks, segment):
-    seen = [0] * len(parts)
-    last = -1
-    for runs in (runs for chunk in schedule.bucket_runs(parts, ranks, segment) for runs in chunk):
-        assert runs, "no segment is empty"
-        for part, offset, numel in runs:
-            assert part >= last, "runs ascend"
-            last = part
-            assert offset == seen[part], "runs of a part follow each other"
-            assert offset % parts[part][1] == 0
-            assert numel > 0
-            seen[part] += numel
-    assert seen == [numel for numel, _ in parts]
-
-
-@given(PARTS, RANKS)
-def test_chunks_of_a_bucket_are_balanced_to_a_granule(parts, ranks):
-    total = sum(numel for numel, _ in parts)
-    largest = max((granule for _, granule in parts), default=1)
-    for chunk in schedule.bucket_runs(parts, ranks, 1 << 20):
-        numel = sum(run[2] for runs in chunk for run in runs)
-        assert abs(numel - total / ranks) <= largest
-
-
-@pytest.mark.parametrize("segment", [1, 100, 128, 5000])
-def test_a_segment_is_about_as_large_as_asked(segment):
-    (chunk,) = schedule.bucket_runs([(1000, 128), (3000, 128)], 1, segment)
-    sizes = [sum(run[2] for run in runs) for runs in chunk]
-    assert max(sizes) <= max(segment + 127, 128)
-
 
 # ----------------------------------------------------------------------------------------- choice
 # The cheapest algorithm that keeps the order of sums, by verified costs.
@@ -187,7 +128,6 @@ def test_the_table_knows_the_bytes(op, algo, ranks):
 
 
 RATES = ["20mbit", "100mbit", "100mbit/50mbit", "", "35mbit/1gbit", "20mbit", "100mbit", "1mbit"]
-MEGABIT = 1e6 / 8
 SHORT = {"segment_bytes": 52}  # of a few elements
 WAYS = {
     "local": {"transport": "local", "algo": "two_shot"},
@@ -232,63 +172,6 @@ def test_a_rank_whose_link_bounds_the_time_owns_nothing():
 @pytest.mark.parametrize("rates", [[], [5.0], [1.0, 9.0], [7.0, 7.0, 7.0], [0.0, 0.0, 0.0]])
 def test_equal_links_have_equal_shares(rates):
     assert _test.schedule.best_shares(rates) == [1 / len(rates) for _ in rates]
-
-
-@given(
-    st.integers(0, 5000),
-    st.lists(st.integers(0, 9), min_size=1, max_size=9).filter(any),
-    st.integers(1, 64),
-)
-def test_chunks_cover_and_follow_the_shares(numel, parts, granule):
-    chunks = _test.schedule.shares(numel, parts, granule)
-    assert [0, *(end for _, end in chunks)] == [*(begin for begin, _ in chunks), numel]
-    assert all(begin % granule == 0 or begin == numel for begin, _ in chunks)
-    for (begin, end), part in zip(chunks, parts, strict=True):
-        # Two cuts are rounded to the granule, and to 1/65536 of the whole.
-        assert abs(end - begin - numel * part / sum(parts)) <= 2 * granule + numel / 65536
-
-
-# ------------------------------------------------------------------ what is measured
-
-
-def by_links(declared: list[str], megabits: list[float]) -> tuple[list[int], list[int], str]:
-    return _test.schedule.shares_by_links(declared, [rate * MEGABIT for rate in megabits])
-
-
-NONE = ["", "", "", ""]
-THIRDS = [0, 0, 21845, 43691, 65536]
-
-
-def test_measured_rates_decide_shares_of_exact_sums():
-    exact, coded, text = by_links(NONE, [19, 93, 97, 102])
-    assert (exact, coded) == (THIRDS, []), "the faster ones are rounded to one rate"
-    assert text == "measured 19 93 97 102 Mbit/s, exact shares 0 0.333 0.333 0.333"
-
-
-@pytest.mark.parametrize(
-    "megabits",
-    [
-        [19, 93, 97, 0],  # who was never heard of may be the slowest
-        [0, 0, 0, 0],
-        [70, 93, 97, 102],  # so far apart are measurements of equal links
-        [100, 100, 100, 100],
-    ],
-)
-def test_shares_stay_equal_for_unknown_links(megabits):
-    assert by_links(NONE, megabits)[:2] == ([], [])
-
-
-def test_declared_rates_count_more_than_measured():
-    declared = ["20mbit", "100mbit", "100mbit", "100mbit"]
-    assert by_links(declared, [90, 90, 90, 90])[:2] == (THIRDS, THIRDS)
-    exact, coded, text = by_links(["20mbit", "", "", ""], [90, 101, 99, 100])
-    assert exact == coded == THIRDS
-    assert "rates 20 - - - Mbit/s" in text
-    assert "exact shares" not in text
-    exact, coded, text = by_links(["100mbit", "", "", ""], [90, 101, 19, 100])
-    assert coded == [0, 0, 21845, 43691, 65536], "0 is no limit"
-    assert exact[3] == exact[2], "the third rank owns nothing"
-    assert ", exact shares " in text
 
 
 # ------------------------------------------------------------------ results
@@ -470,29 +353,3 @@ def test_a_large_operation_sends_few_bytes():
         _test.schedule.select(tag("all_reduce"), 4, 1_600_000, way=0.2, byte=rate, shared=1.0)
         == "two_shot"
     )
-
-
-# -------------------------------------------------------------------------------------- the meter
-# The meter of what a rank sends tells a rate once it has seen enough of it.
-
-
-WINDOW = 0.25  # seconds, at the least
-
-
-def test_a_rate_is_told_after_four_windows():
-    meter, start, looks, rate = _test.RateMeter(), time.monotonic(), [], 0.0
-    meter.begin()
-
-    def sent():
-        """A million bytes each second."""
-        looks.append(time.monotonic() - start)
-        return int(1e6 * looks[-1])
-
-    while rate == 0:
-        assert time.monotonic() < start + 30
-        meter.look(sent)
-        rate = meter.report()
-        time.sleep(0.01)
-    # However late a busy machine looks. A look takes its time, so the rate is never higher.
-    assert looks[-1] >= 4 * WINDOW
-    assert 500_000 < rate <= 1_000_000

@@ -12,7 +12,6 @@ import pytest
 from pycomm import _test
 from pycomm.errors import Error
 from tests.collectives.ways import RANKS, bits, check_everything, floats, integers, right, shared
-from tests.compiling import run_preloaded
 from tests.extent import each_value, part
 from tests.ranks import in_child, on_processes, run, run_processes
 
@@ -293,56 +292,3 @@ def test_calls_of_all_kinds_may_follow_each_other(ranks):
             x[:] = -1  # no rank reads it any more
 
     run(ranks, job)
-
-
-# -------------------------------------------------------------------------------- pages of 64 KiB
-# The shared heap where the kernel's pages have 64 KiB (Arm, POWER).
-
-
-KERNEL = r"""
-#define _GNU_SOURCE
-#include <errno.h>
-#include <stdint.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-
-// What such a kernel answers, and what it does to ranges that are not whole pages.
-static const size_t kPage = 65536;
-long sysconf(int what) {
-  static long (*real)(int);
-  if (what == _SC_PAGESIZE) return kPage;
-  extern long __sysconf(int);
-  return __sysconf(what);
-}
-int madvise(void* begin, size_t bytes, int advice) {
-  if (advice == MADV_REMOVE) {
-    if ((uintptr_t)begin % kPage) { errno = EINVAL; return -1; }
-    bytes = (bytes + kPage - 1) / kPage * kPage;
-  }
-  return syscall(SYS_madvise, begin, bytes, advice);
-}
-"""
-
-
-def free_large_blocks_among_others():
-    def block(c, count):
-        return shared(c, np.ones(count, np.uint8))
-
-    def job(c):
-        random = np.random.default_rng(1)
-        for _ in range(6 if c.rank == 0 else 0):
-            around = [block(c, int(n)) for n in random.integers(1, 200000, 8)]
-            large = c.allocate((300 << 20) + int(random.integers(0, 65536)), "uint8")
-            behind = block(c, 4096)  # in use, right behind it
-            del large  # more than the heap keeps: its pages go back
-            assert behind.all()
-            assert all(array.all() for array in around)
-        return "whole"
-
-    print(*run(2, job))
-
-
-def test_memory_in_use_is_kept_when_its_neighbour_is_freed(tmp_path):
-    program = f"from {__name__} import *; free_large_blocks_among_others()"
-    assert run_preloaded(program, KERNEL, tmp_path) == "whole whole\n"

@@ -1,21 +1,15 @@
 // What ranks tell each other before they are connected: values of the store, which anybody may have
-// written who reaches it, and messages between members and endpoints, handles among them, where one
-// of the ranks lies. A rank keeps to its memory, ends with an Error or goes on, and believes no
-// value without a proof.
+// written who reaches it, handles, and messages of a rank that lies to an endpoint. A rank keeps to
+// its memory, ends with an Error or goes on, and believes no value without a proof.
 //
 // Input: who is attacked, and what the attacker says. For values of the store that is how he
 // changes what the attacked rank has published itself, so that most of it stays valid.
 #include "transports/rendezvous.h"
 
-#include <sys/socket.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
-#include <list>
 #include <memory>
-#include <mutex>
 #include <thread>
 
 #include "collectives/communicator.h"
@@ -192,115 +186,6 @@ void ask_endpoint(Reader& reader) {
   asked.release("");
 }
 
-/// The endpoint of a rank 0 that lies: it answers each message with the next piece of the input.
-class Liar {
- public:
-  explicit Liar(std::vector<std::string> answers)
-      : answers_(std::move(answers)), listener_(listen_on(loopback(), {})) {
-    handle_.group = hash_of_group(kGroup);
-    handle_.id = "0123456789abcdef";
-    handle_.secret = kKey;
-    handle_.addresses = {Address::local(listener_.get())};
-    thread_ = std::thread([this] { run(); });
-  }
-  ~Liar() {
-    stop_ = true;
-    thread_.join();
-    for (std::thread& each : callers_) each.join();
-  }
-  const Handle& handle() const { return handle_; }
-
- private:
-  static Address loopback() {
-    Address address;
-    Address::parse("127.0.0.1:0", address);
-    return address;
-  }
-  void run() {
-    while (!stop_) {
-      if (Fd fd = accept_from(listener_.get())) {
-        auto caller = std::make_shared<Fd>(std::move(fd));
-        callers_.emplace_back([this, caller] { answer(std::move(*caller)); });
-      } else {
-        std::this_thread::sleep_for(std::chrono::microseconds(100));
-      }
-    }
-  }
-  void answer(Fd fd) {
-    Greeting greeting(Handshake(kKey, "endpoint " + handle_.id, 0, 2, 1, false));
-    for (int error = 0;;) {
-      const auto progress = greeting.advance(fd.get(), error);
-      if (progress == Greeting::Progress::done) break;
-      if (progress != Greeting::Progress::waits || !wait()) return;
-    }
-    SecureSocket socket = greeting.sock(std::move(fd));
-    std::string heard, message;
-    for (char buffer[4096];;) {
-      while (take_message(heard, message)) {
-        const MessageKind kind = MessageReader(message).kind();
-        const bool asks = kind == MessageKind::find || kind == MessageKind::question;
-        std::string next;
-        if (asks && !take_answer(next)) return;
-        for (size_t done = 0; done < next.size();) {
-          const ssize_t n = socket.send(next.data() + done, next.size() - done);
-          if (n < 0 && (errno != EAGAIN || !wait())) return;
-          done += n > 0 ? static_cast<size_t>(n) : 0;
-        }
-      }
-      const ssize_t n = socket.receive(buffer, sizeof buffer);
-      if (n > 0) {
-        heard.append(buffer, static_cast<size_t>(n));
-      } else if (n == 0 || errno != EAGAIN || !wait()) {
-        return;
-      }
-    }
-  }
-  bool wait() const {
-    std::this_thread::sleep_for(std::chrono::microseconds(50));
-    return !stop_;
-  }
-  bool take_answer(std::string& next) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (answers_.empty()) return false;
-    next = answers_.front();
-    answers_.erase(answers_.begin());
-    return true;
-  }
-
-  std::vector<std::string> answers_;
-  std::mutex mutex_;
-  Fd listener_;
-  Handle handle_;
-  std::atomic<bool> stop_{false};
-  std::list<std::thread> callers_;
-  std::thread thread_;
-};
-
-/// A member forms a group at the endpoint of a rank 0 that lies.
-void form_group(Reader& reader) {
-  static int64_t uuid = 0;
-  const bool asks = reader.byte() == 'p' && reader.byte() == 'q';  // slow: a check comes late
-  std::vector<std::string> answers;
-  while (!reader.empty() && answers.size() < 16) {
-    const auto answer = reader.take(reader.byte());
-    answers.emplace_back(answer.begin(), answer.end());
-  }
-  Liar liar(std::move(answers));
-  Endpoint& ours = *endpoint();
-  GroupFormation formation(ours, ++uuid, {liar.handle().text(), ours.handle().text()}, "",
-                           Milliseconds(asks ? 800 : 50), nullptr);
-  try {
-    const auto store = formation.store();
-    for (int i = 0; i < 16; i++) {
-      store->find("a key");
-      if (asks && i == 0) std::this_thread::sleep_for(Milliseconds(600));
-      if (asks) formation.check_members();
-    }
-  } catch (const Error& error) {
-    formation.end(error.what());
-  }
-}
-
 void read_handle(Reader& reader) {
   const auto bytes = reader.take(reader.left());
   const Handle handle = Handle::parse(std::string(bytes.begin(), bytes.end()));
@@ -318,9 +203,6 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
       case 0:
       case 1:
         ask_endpoint(reader);
-        break;
-      case 2:
-        form_group(reader);
         break;
       case 3:
         read_handle(reader);
@@ -383,28 +265,6 @@ std::vector<std::string> seeds() {
   }
   result.push_back(number(0) + join(1) + std::string("\xff\xff\xff\xff", 4));
   result.push_back(number(0) + join(1) + std::string("\x05\0\0\0\x04\xff\xff\xff\xff", 9));
-  // Answers to a member.
-  const auto piece = [&](const std::string& text) { return number(text.size()) + text; };
-  const auto value = [](uint8_t there, const std::string& text) {
-    return MessageWriter(MessageKind::value).number(there).string(text).finished();
-  };
-  const auto answer = [](FormationState state) {
-    return MessageWriter(MessageKind::answer)
-        .number(state)
-        .number(Digest{})
-        .string("why")
-        .finished();
-  };
-  result.push_back(
-      "\x02"
-      "aa" +
-      piece(value(1, "text")) + piece(value(0, "")) + piece(answer(FormationState::failed)));
-  result.push_back(
-      "\x02"
-      "aa" +
-      piece(std::string("\0\0\0\0", 4)));
-  result.push_back("\x02pq" + piece(value(1, "text")) + piece(answer(FormationState::formed)));
-  result.push_back("\x02pq" + piece(value(0, "")) + piece(std::string(9, '\xff')));
   // Handles.
   const std::string handle = "pycomm-handle-2 0123456789abcdef 0123456789abcdef ";
   for (const char* rest : {"plain - 00ff 10.0.0.5:4711", "tls 00ff - [fd00::2]:4711,10.0.0.5:9",

@@ -69,7 +69,3 @@ class FaultyWanLab(WanLab):
         """Undo `cut` or `take_down`."""
         self._say(f"mend {node}")
         self._shell(node + 1, [f"ip link set dev eth{link} up"])
-
-    def firewall(self, node: int, first: int, last: int) -> None:
-        """Let a node take TCP connections on these ports alone; others get no answer."""
-        self._say(f"ports {node} {first} {last}")

@@ -182,29 +182,6 @@ def test_nothing_is_left_behind(sent, who, status):
     assert set(netlab.interface_counts()) == interfaces
 
 
-KEPT = """
-import subprocess, sys, time
-from pycomm.bench.netlab import Paced
-lab = Paced(1, "unlimited")
-command = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)  # {mark}"]
-subprocess.Popen(lab.kept(0, command))
-time.sleep(60)
-"""
-
-
-def test_a_command_beside_the_ranks_ends_too():
-    mark = f"{os.getpid()}.kept"
-    code = KEPT.format(mark=mark)
-    started = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
-    assert started.stdout.readline() == b"up\n"
-    started.kill()
-    started.wait(30)
-    deadline = time.monotonic() + 30
-    while processes_with(mark):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def read_of_each_process(read: Callable[[Path], str]) -> dict[int, str]:
     found = {}
     for process in Path("/proc").glob("[0-9]*"):

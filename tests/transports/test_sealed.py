@@ -4,11 +4,8 @@ attack is an error that names the rank and the topic."""
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import struct
-import subprocess
-import sys
 import threading
 import time
 
@@ -403,62 +400,6 @@ def test_addresses_leave_the_store_on_nobody_s_time():
         assert time.monotonic() < end, store.values.keys()
         time.sleep(0.01)
     assert store.counts == {"default/connected": 2}
-
-
-SQUATTER = """
-import os, socket, sys
-os.setgid(65534)
-os.setuid(65534)
-listener = socket.socket(socket.AF_UNIX)
-listener.bind("\\0" + sys.argv[1])
-listener.listen()
-print("listens", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="another user needs root")
-@pytest.mark.parametrize("owner", ["the same user", "another user"])
-def test_a_socket_of_another_user_proves_no_host(owner):
-    """He could otherwise end each set-up of ranks that do run on two hosts."""
-    name = f"pycomm-{os.urandom(32).hex()}"
-    source = SQUATTER if owner == "another user" else SQUATTER.replace("65534", "0")
-    with subprocess.Popen(
-        [sys.executable, "-c", source, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as squatter:
-        assert squatter.stdout is not None
-        assert squatter.stdout.readline() == b"listens\n"
-
-        def change(entries: dict[int, bytes]) -> None:
-            """Rank 1 is on another host, with a proof that the squatter has."""
-            for topic in (b"shm/host", b"tcp-host") if 1 in entries else ():
-                head, mark, rest = entries[1].partition(topic + b"\x1f")
-                entries[1] = head + mark + b"another-host" + rest[12:]
-                entries[1] = re.sub(rb"pycomm-[0-9a-f]{64}", name.encode(), entries[1])
-
-        store = OpenStore(True)
-        first, _ = group(Seen(store, change), store, transport="auto", secret="", tls="auto")
-    told = "run on one host, since its socket answers here" in str(first)
-    assert told == (owner == "the same user")
-
-
-@pytest.mark.parametrize("topics", [(b"shm/host", b"tcp-host"), (b"shm/host",)])
-def test_a_false_host_is_refused(topics):
-    """Another host in a rank's value would turn shared memory into TCP, through a stranger."""
-
-    def change(rank: int, text: bytes) -> bytes:
-        for topic in topics if rank == 1 else ():
-            head, mark, rest = text.partition(topic + b"\x1f")
-            assert mark
-            text = head + mark + b"another-host" + rest[12:]
-        return text
-
-    plain = group(OpenStore(True), secret="", transport="auto")
-    assert plain == [True, True]
-    store = OpenStore(True, changing("here", change))
-    for outcome in group(store, secret="", transport="auto"):
-        assert "run on one host, since its socket answers here" in str(outcome)
-        assert "PYCOMM_SECRET" in str(outcome)
 
 
 @pytest.mark.parametrize("word", [b"-1", b"99999", b"1", b"nan", b"x", b""])

@@ -50,8 +50,7 @@ class CollectiveContext {
         segment_bytes_(segment_bytes),
         rank_(mesh.rank()),
         size_(mesh.size()),
-        shares_(mesh.links().exact_shares()),
-        coded_shares_(mesh.links().shares()),
+        shares_(mesh.links().shares()),
         recording_(recording) {
     mesh.begin(tag);
   }
@@ -62,12 +61,9 @@ class CollectiveContext {
     result.size_ = static_cast<int>(members.size());
     const auto ours = std::find(members.begin(), members.end(), mesh_.rank());
     result.rank_ = static_cast<int>(ours - members.begin());
-    result.shares_ = mesh_.links().exact_shares(members);
-    result.coded_shares_ = mesh_.links().shares(members);
+    result.shares_ = mesh_.links().shares(members);
     return result;
   }
-  /// To be called if the mesh has learned of its links since this context of all ranks was made.
-  void links_changed() { shares_ = mesh_.links().exact_shares(); }
 
   int rank() const { return rank_; }
   int size() const { return size_; }
@@ -79,10 +75,9 @@ class CollectiveContext {
   bool has_sites() const { return mesh_.has_sites(); }
   Window* node_window() const { return mesh_.node_window(); }
   Medium medium() const { return mesh_.slowest(); }
-  /// Shares of the ranks in what they reduce for all: of exact values, and of coded ones, which
-  /// never change, since owners keep residuals.
+  /// Shares of the ranks in what they reduce for all. They never change, since owners keep
+  /// residuals.
   const Shares& shares() const { return shares_; }
-  const Shares& coded_shares() const { return coded_shares_; }
   const Speed& speed() const { return mesh_.links().speed(); }
   const Deadline& deadline() const { return deadline_; }
   const OpTag& tag() const { return tag_; }
@@ -164,7 +159,7 @@ class CollectiveContext {
   size_t segment_bytes_;
   int rank_;
   int size_;
-  Shares shares_, coded_shares_;
+  Shares shares_;
   const std::vector<int>* members_ = nullptr;  ///< null: all
   Recording recording_;
   InterruptPoll interrupts_;

@@ -9,11 +9,6 @@ namespace {
 // Up to this many ranks each sends to each: one way instead of a logarithm of them.
 constexpr int kMostDirect = 64;
 
-void all_gather(CollectiveContext& context, const void* own, const Parts& rows) {
-  const Collective call{Op::all_gather, DType::uint8, {own, rows.bytes(0)}, rows};
-  (context.size() <= kMostDirect ? direct::exchange : bruck::all_gather)(context, call);
-}
-
 }  // namespace
 
 std::vector<uint32_t> gather_round_trips(CollectiveContext& context, const ChannelMesh& mesh) {
@@ -22,7 +17,9 @@ std::vector<uint32_t> gather_round_trips(CollectiveContext& context, const Chann
   std::vector<uint32_t> measured(size * size);
   std::vector<uint32_t> own(size);
   for (int r = 0; r < n; r++) own[static_cast<size_t>(r)] = mesh.round_trip(r);
-  all_gather(context, own.data(), Parts(measured.data(), size).of(sizeof(uint32_t)));
+  const Parts rows = Parts(measured.data(), size).of(sizeof(uint32_t));
+  const Collective call{Op::all_gather, DType::uint8, {own.data(), rows.bytes(0)}, rows};
+  (n <= kMostDirect ? direct::exchange : bruck::all_gather)(context, call);
   std::vector<uint32_t> round_trips = measured;
   for (size_t i = 0; i < size; i++) {
     for (size_t j = 0; j < size; j++) {
@@ -32,12 +29,6 @@ std::vector<uint32_t> gather_round_trips(CollectiveContext& context, const Chann
     }
   }
   return round_trips;
-}
-
-std::vector<double> gather_rates(CollectiveContext& context, double ours) {
-  std::vector<double> rates(static_cast<size_t>(context.size()));
-  all_gather(context, &ours, Parts(rates.data(), 1).of(sizeof(double)));
-  return rates;
 }
 
 }  // namespace pycomm

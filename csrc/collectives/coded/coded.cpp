@@ -130,7 +130,7 @@ bool flat(CollectiveContext& context, Algo wanted, const CodedArgs& args, const 
   const Plan plan =
       all_reduce_plan(args.pieces, values, context.size(), one_shot,
                       coded_segment(context.segment_bytes(), context.speed()),
-                      coded_segment(context.segment_bytes(), shown_at), context.coded_shares());
+                      coded_segment(context.segment_bytes(), shown_at), context.shares());
   Channels channels(context, plan);
   return exchange(context, args, args.data.data, channels, plan, divisor);
 }
@@ -161,7 +161,7 @@ Plan plan_of_places(CollectiveContext& context, const CodedArgs& args, const Pie
   for (int p = 0; p < shards; p++) {
     const std::vector<int> members = hierarchical::rail(topology, p);
     plan.places.emplace_back(args.pieces, share_of(args.pieces, values, shards, p),
-                             topology.nodes(), segment, context.among(members).coded_shares());
+                             topology.nodes(), segment, context.among(members).shares());
   }
   if (place < shards) plan.owned = plan.places[static_cast<size_t>(place)];
   return plan;

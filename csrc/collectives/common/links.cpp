@@ -13,16 +13,21 @@ namespace {
 // for some 100 KB to 10 MB, where a wrong guess costs little either way.
 constexpr double kGuess = 100e6 / 8;
 
-// Measured rates are rounded to so many steps for each doubling, and taken for equal if the fastest
-// is less than so many times the slowest.
-constexpr double kSteps = 4, kAlike = 1.5;
-
 bool known(double rate) { return rate > 0; }
 
 std::vector<int> everyone(size_t ranks) {
   std::vector<int> result(ranks);
   std::iota(result.begin(), result.end(), 0);
   return result;
+}
+
+/// Returns the least rate that is known; 0 if none is.
+double slowest_of(const std::vector<double>& rates) {
+  double slowest = 0;
+  for (const double rate : rates) {
+    if (known(rate)) slowest = slowest == 0 ? rate : std::min(slowest, rate);
+  }
+  return slowest;
 }
 
 /// Returns the time, in buffers per rate, that two shots with the best shares take.
@@ -37,16 +42,6 @@ double two_shot_time(const std::vector<double>& rates, const std::vector<double>
 
 std::string megabits(double rate) { return known(rate) ? decimal_text(rate * 8 / 1e6, 4) : "-"; }
 
-std::string parts_of(const Shares& shares) {
-  if (shares.equal()) return " equal";
-  std::string text;
-  const std::vector<uint32_t>& begins = shares.begins();
-  for (size_t r = 0; r + 1 < begins.size(); r++) {
-    text += " " + decimal_text((begins[r + 1] - begins[r]) / 65536.0, 3);
-  }
-  return text;
-}
-
 }  // namespace
 
 // Rank r is done at the time T if its share x is at most (T rate - 1) / (n - 2). The least T for
@@ -57,10 +52,7 @@ std::string parts_of(const Shares& shares) {
 std::vector<double> best_shares(const std::vector<double>& rates) {
   const size_t n = rates.size();
   std::vector<double> shares(n, 1.0 / static_cast<double>(std::max<size_t>(n, 1)));
-  double slowest = 0;
-  for (const double rate : rates) {
-    if (known(rate)) slowest = slowest == 0 ? rate : std::min(slowest, rate);
-  }
+  const double slowest = slowest_of(rates);
   const bool equal =
       std::all_of(rates.begin(), rates.end(), [&](double rate) { return rate == rates.front(); });
   if (n < 3 || slowest == 0 || equal) return shares;
@@ -98,36 +90,10 @@ Links::Links(std::vector<LinkRate> rates) : rates_(std::move(rates)) {
   }
   if (std::none_of(slower_.begin(), slower_.end(), known)) slower_.clear();
   all_ = shares_of(slower_, everyone(slower_.size()));
-  use(slower_);
-}
-
-void Links::use(std::vector<double> rates) {
-  exact_ = std::move(rates);
-  exact_all_ = shares_of(exact_, everyone(exact_.size()));
-  double slowest = 0;
-  for (const double rate : exact_) {
-    if (known(rate)) slowest = slowest == 0 ? rate : std::min(slowest, rate);
-  }
-  speed_.byte = slowest > 0 ? 1 / slowest : far() ? 1 / kGuess : 0;
-  speed_.shared = slowest > 0 ? two_shot_time(exact_, best_shares(exact_)) * slowest : 0;
-}
-
-// Measurements differ a little where links do not. They are rounded, and if they are less apart
-// than half of the slowest one, they are taken for equal.
-void Links::set_measured(const std::vector<double>& sends) {
-  measured_ = sends;
-  std::vector<double> rates = slower_.empty() ? std::vector<double>(sends.size()) : slower_;
-  double least = 0, most = 0;
-  for (size_t r = 0; r < sends.size(); r++) {
-    if (!known(rates[r]) && known(sends[r])) {
-      rates[r] = std::exp2(std::round(kSteps * std::log2(sends[r])) / kSteps);
-    }
-    if (!known(rates[r])) return use(slower_);
-    least = r == 0 ? rates[r] : std::min(least, rates[r]);
-    most = std::max(most, rates[r]);
-  }
-  if (slower_.empty() && most < kAlike * least) rates.assign(rates.size(), least);
-  use(std::move(rates));
+  const double slowest = slowest_of(slower_);
+  if (slowest == 0) return;
+  speed_.byte = 1 / slowest;
+  speed_.shared = two_shot_time(slower_, best_shares(slower_)) * slowest;
 }
 
 void Links::set_round_trips(std::vector<uint32_t> round_trips) {
@@ -173,23 +139,18 @@ Shares Links::shares_of(const std::vector<double>& known_rates, const std::vecto
 std::string Links::describe() const {
   std::string text;
   if (far()) text = "round trips up to " + decimal_text(farthest_ / 1e3, 3) + " ms";
-  const auto add = [&text](const std::string& words) {
-    text += (text.empty() ? "" : ", ") + words;
-  };
-  if (!slower_.empty()) {
-    std::string list;
-    for (const LinkRate& rate : rates_) {
-      const std::string sends = megabits(rate.send), receives = megabits(rate.receive);
-      list += " " + sends + (sends == receives ? "" : "/" + receives);
-    }
-    add("rates" + list + " Mbit/s");
-    if (!all_.equal()) add("shares" + parts_of(all_));
+  if (slower_.empty()) return text;
+  text += text.empty() ? "rates" : ", rates";
+  for (const LinkRate& rate : rates_) {
+    const std::string sends = megabits(rate.send), receives = megabits(rate.receive);
+    text += " " + sends + (sends == receives ? "" : "/" + receives);
   }
-  if (std::any_of(measured_.begin(), measured_.end(), known)) {
-    std::string list;
-    for (const double rate : measured_) list += " " + megabits(rate);
-    add("measured" + list + " Mbit/s");
-    if (exact_all_.begins() != all_.begins()) add("exact shares" + parts_of(exact_all_));
+  text += " Mbit/s";
+  if (all_.equal()) return text;
+  text += ", shares";
+  const std::vector<uint32_t>& begins = all_.begins();
+  for (size_t r = 0; r + 1 < begins.size(); r++) {
+    text += " " + decimal_text((begins[r + 1] - begins[r]) / 65536.0, 3);
   }
   return text;
 }

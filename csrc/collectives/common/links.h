@@ -33,9 +33,6 @@ class PYCOMM_API Links {
   /// Sets the round trips in microseconds: those between rank i and rank j are at i * ranks + j.
   void set_round_trips(std::vector<uint32_t> round_trips);
   bool has_round_trips() const { return !round_trips_.empty(); }
-  /// Sets the bytes per second that each rank has sent at most; 0: not known. They count for ranks
-  /// that declare nothing, once all ranks are known.
-  void set_measured(const std::vector<double>& sends);
   /// True if a round trip takes a millisecond or more.
   bool far() const { return farthest_ >= kFar; }
 
@@ -46,9 +43,6 @@ class PYCOMM_API Links {
   /// Returns the shares of some ranks, or of all of them, by the rates that they declare.
   Shares shares(const std::vector<int>& members) const { return shares_of(slower_, members); }
   const Shares& shares() const { return all_; }
-  /// The same by measured rates, too; these change while a group lives.
-  Shares exact_shares(const std::vector<int>& members) const { return shares_of(exact_, members); }
-  const Shares& exact_shares() const { return exact_all_; }
   const Speed& speed() const { return speed_; }
 
   /// Returns words for people, such as "round trips up to 61 ms, rates 20/100/100 Mbit/s"; empty if
@@ -59,15 +53,12 @@ class PYCOMM_API Links {
   static constexpr uint32_t kFar = 1000;  // microseconds
 
   static Shares shares_of(const std::vector<double>& rates, const std::vector<int>& members);
-  void use(std::vector<double> rates);
 
   std::vector<double> slower_;  // direction of each rank; empty: none is known
-  std::vector<double> exact_;   // the same, with what is measured
-  std::vector<double> measured_;
   std::vector<LinkRate> rates_;
   std::vector<uint32_t> round_trips_;
   uint32_t farthest_ = 0;
-  Shares all_, exact_all_;
+  Shares all_;
   Speed speed_;
 };
 

@@ -23,9 +23,6 @@ constexpr uint64_t kTicksBetweenLinks = 2'000'000'000;
 // within a few milliseconds and a round trip; ranks that compute do not.
 constexpr Milliseconds kSurvey{200};
 constexpr Milliseconds kSurveyStep{2};
-// Rates are exchanged after so many collectives, then after four times as many as before, but never
-// more than so many later.
-constexpr uint64_t kFirstRates = 8, kMostBetween = 4096;
 
 void pause_cpu() {
 #if defined(__x86_64__)
@@ -77,33 +74,6 @@ void ChannelMesh::set_round_trips(std::vector<uint32_t> round_trips) {
   std::lock_guard<std::mutex> lock(learning_);
   links_between_.set_round_trips(std::move(round_trips));
   use_sites(links_between_.sites());
-}
-
-void ChannelMesh::set_rates(const std::vector<double>& measured) {
-  std::lock_guard<std::mutex> lock(learning_);
-  links_between_.set_measured(measured);
-}
-
-bool ChannelMesh::learns_links() {
-  if (!may_be_far_ || calls_++ != next_learning_) return false;
-  next_learning_ = next_learning_ == 0
-                       ? kFirstRates
-                       : next_learning_ + std::min(3 * next_learning_, kMostBetween);
-  return true;
-}
-
-void ChannelMesh::measure_rate() {
-  const auto look = [this] {
-    LinkUse sum;
-    for (const int peer : opened_[static_cast<int>(Lane::collective)]) {
-      const LinkUse use = link(Lane::collective, peer).channel->use();
-      sum.bytes += use.bytes;
-      sum.unsent += use.unsent;
-      sum.round_trip_us = std::max(sum.round_trip_us, use.round_trip_us);
-    }
-    return sum;
-  };
-  meter_.look(look);
 }
 
 std::string ChannelMesh::take_back_heap() noexcept {
@@ -213,7 +183,6 @@ bool ChannelMesh::should_check(int quiet) const {
 }
 
 void ChannelMesh::pause(Lane lane, int quiet, const Deadline& deadline) {
-  if (may_be_far_ && lane == Lane::collective) measure_rate();
   if (quiet < spins_) {
     pause_cpu();
   } else if (quiet < spins_ + yields_) {
@@ -235,7 +204,6 @@ void ChannelMesh::note_links(Trace& trace) {
 
 void ChannelMesh::begin(const OpTag& tag) {
   rank_state_->begin(tag);
-  if (may_be_far_) meter_.begin();
   for (const int peer : opened_[static_cast<int>(Lane::collective)]) {
     Link& l = link(Lane::collective, peer);
     if (l.received() > l.began) l.heard = running_;

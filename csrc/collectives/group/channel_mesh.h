@@ -13,7 +13,6 @@
 #include "collectives/common/select.h"
 #include "collectives/common/topology.h"
 #include "collectives/group/failure.h"
-#include "collectives/group/rate_meter.h"
 #include "core/trace.h"
 #include "transports/shm/transport.h"
 
@@ -48,18 +47,13 @@ class ChannelMesh {
   }
   /// What is known of the network between the ranks.
   const Links& links() const { return links_between_; }
-  /// Called once in each collective over channels. True if ranks may be far from each other and
-  /// first tell each other what they have measured (algorithms/round_trips.h): round trips in the
-  /// first call; rates in some later ones, ever more rarely. Equal on all ranks.
-  bool learns_links();
+  /// True if ranks may be far from each other and have not told each other their round trips yet
+  /// (algorithms/round_trips.h). Equal on all ranks.
+  bool lacks_round_trips() const { return may_be_far_ && !links_between_.has_round_trips(); }
   /// Returns the round trip to a rank in microseconds; 0 if it is ourselves or on our host.
   uint32_t round_trip(int rank) const;
   /// Sets the round trips between all ranks, before the group's first collective over channels.
   void set_round_trips(std::vector<uint32_t> round_trips);
-  /// Returns the bytes per second that this rank has sent at most, lately; 0: not known.
-  double measured_rate() { return meter_.report(); }
-  /// Sets what all ranks have measured.
-  void set_rates(const std::vector<double>& measured);
   /// TCP if it connects any pair of ranks.
   Medium slowest() const { return slowest_; }
   /// Heap of this rank that all ranks of the window address in place, or null.
@@ -153,7 +147,6 @@ class ChannelMesh {
   void use_sites(const std::vector<int>& first);
   Link& link(Lane lane, int peer) { return links_[static_cast<int>(lane)][peer]; }
   Channel& open(Lane lane, int peer);
-  void measure_rate();
   PeerStatus look(Lane lane, int rank);
 
   int rank_;
@@ -167,9 +160,6 @@ class ChannelMesh {
   mutable std::mutex learning_;  ///< guards what other threads read while a first collective learns
   Links links_between_;
   bool may_be_far_ = false, has_sites_ = false;
-  uint64_t calls_ = 0,
-           next_learning_ = 0;  ///< collectives over channels, of a group that may be far
-  RateMeter meter_;
   Medium slowest_ = Medium::shared_memory;
   std::mutex opening_;  ///< the lanes' threads may open channels at the same time
   std::vector<Link> links_[kLanes];

@@ -698,8 +698,6 @@ LinkUse TcpChannel::use() const {
     const LinkUse use = link_use(socket->sock.get());
     sum.bytes += use.bytes;
     sum.busy_us += use.busy_us;
-    sum.unsent += use.unsent;
-    sum.round_trip_us = std::max(sum.round_trip_us, use.round_trip_us);
   }
   // The sockets are busy at the same time, each with its part.
   if (!sockets_.empty()) sum.busy_us /= sockets_.size();

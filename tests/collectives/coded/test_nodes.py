@@ -172,12 +172,3 @@ def test_a_rank_that_does_not_come_is_named(lost, segment_bytes):
 @pytest.mark.parametrize("name", ["2+2", "mixed", "3+1", "2+1+2", "hosts of two ranks"])
 def test_a_site_codes_its_sum_as_a_rank_would(name):
     check(run(len(SITES[name][0]), job(OWNED), **sited(name)), SITES[name][0], OWNED)
-
-
-def test_levels_say_who_shares_a_node():
-    def levels(c):
-        return c.core.levels
-
-    assert run(4, levels, **options("mixed")) == [[0, 1, 0, 1]] * 4
-    assert run(4, levels, **options("2+2", algo="flat")) == [[]] * 4
-    assert run(3, levels, **options("flat")) == [[]] * 3

@@ -10,7 +10,6 @@ import time
 import numpy as np
 import pytest
 
-import pycomm
 from pycomm.errors import Error, PeerLost, Timeout
 from tests.extent import each_value
 from tests.ranks import good, on_threads
@@ -72,41 +71,6 @@ def test_collectives_go_on_when_connections_are_cut(ranks, sockets, options):
     weather = storm(ranks + sockets, 0.03)
     good(proxy.run(ranks, exact, weather=weather, sockets=sockets, **options))
     assert next(weather.cuts) > 0
-
-
-def coded(c, network):
-    """Return the results of a coded all-reduce, call by call."""
-    values = np.random.default_rng(c.rank)
-    results = []
-    for _, codec in itertools.product(range(20), ("int4", "int8", "topk:0.01")):
-        x = values.standard_normal(100_000).astype(np.float32)
-        c.all_reduce_coded(x, pycomm.codec(codec))
-        results.append(x)
-    finish(c, network)
-    return results
-
-
-def test_coded_collectives_give_the_same_bytes():
-    calm = good(proxy.run(2, coded))
-    weather = storm(7, 0.01)
-    stormy = good(proxy.run(2, coded, weather=weather))
-    assert next(weather.cuts) > 0
-    for before, after in zip(calm, stormy, strict=True):
-        assert all(np.array_equal(b, a) for b, a in zip(before, after, strict=True))
-
-
-def test_all_connections_cut_between_calls():
-    def job(c, network):
-        for seq in range(20):
-            x = np.full(1000, seq, np.float32)
-            c.all_reduce(x)
-            assert (x == 2 * seq).all()
-            c.barrier()
-            if c.rank == 0 and seq < 19:
-                network.cut()
-        return True
-
-    good(proxy.run(2, job))
 
 
 @each_value

@@ -68,21 +68,6 @@ std::vector<Address> advertised_addresses(const GroupOptions& options, size_t in
               " interfaces; give one for each, or name the interfaces in PYCOMM_INTERFACE");
 }
 
-// Throws if no interface of this host has an address of the family of any of the peer's.
-void check_families(const std::string& us, const Peer& peer) {
-  const std::vector<Interface> ours = interfaces();
-  for (const Address& theirs : peer.addresses) {
-    for (const Interface& interface : ours) {
-      const bool same = interface.address.family() == theirs.family();
-      if (same && (theirs.is_loopback() || !interface.address.is_loopback())) return;
-    }
-  }
-  const bool v6 = peer.addresses[0].family() == AF_INET6;
-  throw Error("tcp: " + us + " has no " + (v6 ? "IPv6" : "IPv4") + " address, and rank " +
-              std::to_string(peer.rank) + " listens on " + peer.addresses[0].text() +
-              "; give both an address of one family, in PYCOMM_INTERFACE");
-}
-
 class AddressExchange {
  public:
   AddressExchange(const Rendezvous& rendezvous, const std::vector<int>& peers,
@@ -112,24 +97,6 @@ class AddressExchange {
   }
 
  private:
-  // True if a rank has said that it cannot share memory with us.
-  bool shares_no_memory(int rank) const {
-    const auto ids = rendezvous_.exchange->received.find(kSharersTopic);
-    return ids != rendezvous_.exchange->received.end() &&
-           ids->second[static_cast<size_t>(rank)] != sharers_id();
-  }
-
-  // Without a secret anybody who can write to the store can give a rank another host, so that it
-  // leaves shared memory for an address of his.
-  void refuse_false_host(int rank, const std::string& proof) const {
-    const bool user_decides = !env().host_id.empty();
-    if (user_decides || !rendezvous_.key.empty() || !HostSocket::is_ours(proof)) return;
-    throw Error("tcp: " + us_ + " and rank " + std::to_string(rank) +
-                " run on one host, since its socket answers here, but the store says that they do "
-                "not: somebody else writes to the store, or two containers of this host have other "
-                "hostnames; set PYCOMM_SECRET, or the same PYCOMM_HOST_ID on all ranks of a host");
-  }
-
   // Returns true if all peers are on our host.
   bool look_at_hosts(const std::vector<std::string>& hosts) {
     std::istringstream ours(hosts[static_cast<size_t>(rendezvous_.rank)]);
@@ -142,7 +109,6 @@ class AddressExchange {
       theirs >> their_host >> mask >> proof >> std::ws;
       std::getline(theirs, process);
       peer.process = Process(process);
-      if (their_host != host || shares_no_memory(peer.rank)) refuse_false_host(peer.rank, proof);
       if (their_host != host) continue;
       const bool no_proof = proof.empty() || proof == kNoProof || !directory_.host_proof;
       const auto state = no_proof ? HostSocket::State::unknown : HostSocket::probe(proof);
@@ -203,7 +169,6 @@ class AddressExchange {
         throw Error("tcp: " + who + ": the store holds \"" + card + "\" instead of an address");
       }
       check_paths(who, peer);
-      if (peer.rank < rendezvous_.rank) check_families(us_, peer);  // we connect to it
       if ((space == card.size()) != given) {
         throw Error(
             "tcp: " + who +

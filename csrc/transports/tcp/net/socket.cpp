@@ -189,11 +189,6 @@ Fd accept_from(int listener) {
   return fd;
 }
 
-bool has_caller(int listener) {
-  pollfd state = {listener, POLLIN, 0};
-  return ::poll(&state, 1, 0) > 0;
-}
-
 Fd connect_to(const Address& to, const Address* from, int& error) {
   Fd fd = make_socket(to.family());
   error = fd ? 0 : errno;
@@ -229,8 +224,7 @@ LinkUse link_use(int fd) {
   socklen_t size = sizeof info;
   if (fd < 0 || ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
   // While the other end's buffer is full, the link is not the bottleneck.
-  return {info.tcpi_bytes_acked, info.tcpi_busy_time - info.tcpi_rwnd_limited,
-          info.tcpi_notsent_bytes, info.tcpi_rtt};
+  return {info.tcpi_bytes_acked, info.tcpi_busy_time - info.tcpi_rwnd_limited};
 }
 
 std::chrono::milliseconds round_trip(int fd) {
