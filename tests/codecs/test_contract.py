@@ -38,7 +38,6 @@ REFERENCE = Reference()
 everywhere = pytest.mark.parametrize(
     ("kind", "device"), IMPLEMENTATIONS, ids=["-".join(pair) for pair in IMPLEMENTATIONS]
 )
-SPECS_OF_TOPK = [spec for spec in SPECS if spec.startswith("topk")]
 every_spec = pytest.mark.parametrize("spec", SPECS)
 
 
@@ -50,7 +49,7 @@ def skip_by_design(reason: str) -> None:
 def runner(codec: Codec, kind: str, device: str):
     if kind == "emulated-cuda":
         return emulated_cuda
-    if (codec.name, kind) == ("lossless", "triton"):
+    if kind == "triton" and codec.name in ("lossless", "topk"):
         skip_by_design("it has no kernels in Triton")
     try:
         return implementation(codec.name, kind, device)
@@ -143,10 +142,9 @@ def combinations() -> Iterator[tuple[str, str, str, Sequence[str]]]:
     Native code runs all cases with the first spec of a codec, and every third one with the others;
     emulated CUDA runs every sixth with the others, whose references are there by then.
     Triton's interpreter, which takes most of the time, runs every twelfth case with the first
-    spec of a codec, and every 36th with the others, and with topk, which has many kernels; with
-    rotations, which are slow there, a third of these. The next spec begins at the next case, so
-    that a codec of several specs meets all. The full extent runs all on the CPU, and twelve times
-    as many in Triton's interpreter.
+    spec of a codec, and every 36th with the others; with rotations, which are slow there, a third
+    of these. The next spec begins at the next case, so that a codec of several specs meets all. The
+    full extent runs all on the CPU, and twelve times as many in Triton's interpreter.
     """
     seen = set()
     for number, spec in enumerate(SPECS):
@@ -155,7 +153,7 @@ def combinations() -> Iterator[tuple[str, str, str, Sequence[str]]]:
             "native": 1 if FULL or name not in seen else 3,
             "emulated-cuda": 1 if FULL or name not in seen else 6,
             "triton": (1 if FULL else 12)
-            * (3 if name in seen | {"topk"} else 1)
+            * (3 if name in seen else 1)
             * (3 if name == "eden" else 1),
         }
         for kind, device in IMPLEMENTATIONS:
@@ -224,9 +222,6 @@ def drawn(draw):
 @every_spec_everywhere
 def test_same_bytes_of_drawn_values(spec, kind, device):
     interpreted = (kind, device) == ("triton", "cpu")
-    if interpreted and spec in SPECS_OF_TOPK[1:]:
-        skip_by_design("many kernels in Triton's interpreter: one spec of topk is enough")
-
     examples = (8 if FULL else 2) if interpreted else (25 if FULL else 6)
 
     @settings(max_examples=examples, deadline=None, derandomize=True)
