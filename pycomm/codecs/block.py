@@ -94,7 +94,7 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     ones = (codes[..., None] >> places[:bits] & 1).flatten(-2)
     string = ones.new_zeros((*ones.shape[:-1], -(-ones.shape[-1] // 8) * 8))
     string[..., : ones.shape[-1]] = ones
-    return (string.unflatten(-1, (-1, 8)) << places).sum(dim=-1, dtype=torch.uint8)
+    return (string.view(*string.shape[:-1], -1, 8) << places).sum(dim=-1, dtype=torch.uint8)
 
 
 def unpack_bits(data: torch.Tensor, bits: int, numel: int) -> torch.Tensor:
@@ -103,5 +103,5 @@ def unpack_bits(data: torch.Tensor, bits: int, numel: int) -> torch.Tensor:
         return data[..., :numel]
     places = torch.arange(8, dtype=torch.uint8, device=data.device)
     ones = (data[..., None] >> places & 1).flatten(-2)[..., : numel * bits]
-    codes = ones.unflatten(-1, (numel, bits)) << places[:bits]
+    codes = ones.reshape(*ones.shape[:-1], numel, bits) << places[:bits]
     return codes.sum(dim=-1, dtype=torch.uint8)

@@ -143,7 +143,7 @@ class TopK(Codec):
         if self.indices == "int12":
             halves = torch.stack((places & 63, places >> 6), dim=2).flatten(1)
             return pack_bits(halves.to(torch.uint8), 6)
-        return places.view(torch.uint8).unflatten(1, (-1, 8))[..., :4].flatten(1)  # little-endian
+        return places.to(torch.int32).view(torch.uint8)  # little-endian
 
     # ------------------------------------------------------------------ decode
 
@@ -186,13 +186,13 @@ class TopK(Codec):
             whole = code.view(torch.int8)[:, :k].to(torch.float32)
             return whole * scale.view(torch.float32)[:, group]
         bits = unpack_bits(code, 2, k)
-        low, high = scale.view(torch.float32).unflatten(1, (-1, 2))[:, group].unbind(dim=2)
+        low, high = scale.view(torch.float32).view(len(scale), -1, 2)[:, group].unbind(dim=2)
         level = torch.where(bits & 1 > 0, high, low)
         return torch.where(bits >> 1 > 0, -level, level)
 
     def _unpack_indices(self, index: torch.Tensor, k: int) -> torch.Tensor:
         if self.indices == "int12":
-            halves = unpack_bits(index, 6, 2 * k).to(torch.int64).unflatten(1, (k, 2))
+            halves = unpack_bits(index, 6, 2 * k).to(torch.int64).view(-1, k, 2)
             return halves[..., 0] | halves[..., 1] << 6
         return index.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
 
