@@ -6,7 +6,6 @@ Its work is done by `_c10d`, which is compiled against torch (csrc/binding/torch
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from pycomm import _register, log
 from pycomm._build import load_c10d
-from pycomm.backend.torch_calls import (
-    let_torch_make_groups,
-    let_torch_monitor_barriers,
-    let_torch_set_timeouts,
-)
+from pycomm.backend.torch_calls import let_torch_monitor_barriers, let_torch_set_timeouts
 from pycomm.env import env, let_groups_allocate_buckets
 
 if TYPE_CHECKING:
@@ -166,22 +161,5 @@ def wait_after_backward(future: torch.futures.Future[Any], group: dist.ProcessGr
         found.wait_after_backward(future)
 
 
-def _make_alone(
-    store: _distributed_c10d.Store,
-    rank: int,
-    size: int,
-    timeout: timedelta,
-    options: Mapping[str, Any],
-) -> Backend:
-    """Make the backend of a group that torch keeps no record of."""
-    c10d = load_c10d()
-    chosen = c10d.Options(**options)
-    chosen._timeout = timeout
-    let_groups_allocate_buckets()
-    made: Backend = c10d.Backend(store, rank, size, chosen, "dist2")
-    return made
-
-
 let_torch_set_timeouts(find)
 let_torch_monitor_barriers(find)
-let_torch_make_groups(_make_alone)

@@ -8,9 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
 Find = Callable[..., Any]
@@ -77,35 +75,3 @@ def let_torch_monitor_barriers(find: Find) -> None:
         chosen.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
     dist.monitored_barrier = distributed_c10d.monitored_barrier = monitored_barrier
-
-
-def let_torch_make_groups(make: Callable[..., Any]) -> None:
-    """Let ``torch.distributed._dist2.new_group`` make groups of the backend "pycomm".
-
-    Args:
-        make: function that makes a backend of a store, a rank, a size, a timeout and options.
-    """
-    try:
-        from torch.distributed import _dist2
-    except ImportError:  # it is experimental
-        return
-    if "pycomm" in _dist2._BACKENDS:
-        return
-
-    def factory(
-        store: _distributed_c10d.Store,
-        rank: int,
-        world_size: int,
-        timeout: timedelta,
-        device: torch.device,
-        **options: object,
-    ) -> dist.ProcessGroup:
-        backend = make(store, rank, world_size, timeout, options)
-        group = dist.ProcessGroup(store, rank, world_size)
-        kind = dist.ProcessGroup.BackendType.CUSTOM
-        group._set_default_backend(kind)
-        for each in {torch.device(device.type), torch.device("cpu"), torch.device("cuda")}:
-            group._register_backend(each, kind, backend)
-        return group
-
-    _dist2.register_backend("pycomm", factory)

@@ -174,7 +174,7 @@ class Codec(ABC):
             out = torch.empty(out, dtype=torch.float32, device=code.device)
         values = _floats("out", out)
         code = self._payload("payload", code, values)
-        self.implementation(values.device.type).decode(self, code, values)
+        self.implementation(values.device.type).decode(self, code, values, add=False)
         return values
 
     def decode_add(self, payload: Array, out: Array) -> torch.Tensor:
@@ -186,7 +186,7 @@ class Codec(ABC):
         """
         values = _floats("out", out)
         code = self._payload("payload", payload, values)
-        self.implementation(values.device.type).decode_add(self, code, values)
+        self.implementation(values.device.type).decode(self, code, values, add=True)
         return values
 
     def used_bytes(self, payload: Array) -> int:

@@ -69,34 +69,39 @@ def mean_scales(rows: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def payload(*sections: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of the sections one after the other, each padded with zeros."""
+    """Return the bytes of the sections one after the other, each padded with zeros.
+
+    Sections of several records have a row for each, and so have their bytes.
+    """
     parts = []
     for section in sections:
         data = section.contiguous().view(torch.uint8)
-        parts += [data, data.new_zeros(padded(data.numel()) - data.numel())]
-    return torch.cat(parts)
+        size = data.shape[-1]
+        parts += [data, data.new_zeros((*data.shape[:-1], padded(size) - size))]
+    return torch.cat(parts, dim=-1)
 
 
 def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the little-endian bit string (uint8) of codes of ``bits`` bits each.
 
     Args:
-        codes: uint8 [numel]; the lowest ``bits`` bits of each are used.
+        codes: uint8 [numel], or of each row one string; the lowest ``bits`` bits of each are used.
         bits: 1 to 8.
     """
     if bits == 8:
         return codes
     places = torch.arange(8, dtype=torch.uint8, device=codes.device)
-    ones = (codes[:, None] >> places[:bits] & 1).view(-1)
-    string = ones.new_zeros(-(-ones.numel() // 8) * 8)
-    string[: ones.numel()] = ones
-    return (string.view(-1, 8) << places).sum(dim=1, dtype=torch.uint8)
+    ones = (codes[..., None] >> places[:bits] & 1).flatten(-2)
+    string = ones.new_zeros((*ones.shape[:-1], -(-ones.shape[-1] // 8) * 8))
+    string[..., : ones.shape[-1]] = ones
+    return (string.view(*string.shape[:-1], -1, 8) << places).sum(dim=-1, dtype=torch.uint8)
 
 
 def unpack_bits(data: torch.Tensor, bits: int, numel: int) -> torch.Tensor:
-    """Return the codes (uint8 [numel], 0 to 2^bits - 1) of a bit string of `pack_bits`."""
+    """Return the codes (uint8 [numel], 0 to 2^bits - 1) of bit strings of `pack_bits`."""
     if bits == 8:
-        return data[:numel]
+        return data[..., :numel]
     places = torch.arange(8, dtype=torch.uint8, device=data.device)
-    ones = (data[:, None] >> places & 1).view(-1)[: numel * bits].view(numel, bits)
-    return (ones << places[:bits]).sum(dim=1, dtype=torch.uint8)
+    ones = (data[..., None] >> places & 1).flatten(-2)[..., : numel * bits]
+    codes = ones.reshape(*ones.shape[:-1], numel, bits) << places[:bits]
+    return codes.sum(dim=-1, dtype=torch.uint8)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ import torch
 from pycomm.arrays import core_dtype
 from pycomm.codecs import implementations
 from pycomm.codecs.cuda.launches import Launch, recorded
-from pycomm.codecs.implementations import ORDER, Unavailable, _device, _stream
+from pycomm.codecs.implementations import Implementation, Native, Reference, _device, _stream
 from pycomm.env import env
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -166,35 +165,19 @@ def _nvrtc(c: Conversion) -> None:
     launches.launch(cuda_launches(c), c.x.device)
 
 
-def implementation(kind: str, device: str) -> Run:
-    """Return one implementation for a device type.
-
-    Raises:
-        ImportError: it needs something that is not installed.
-        Unavailable: it is not built, or does not run on this device.
-        ValueError: there is no such kind.
-    """
-    if kind == "reference":
+def _run_of(way: Implementation) -> Run:
+    """Return the conversion that belongs to an implementation of codecs."""
+    if isinstance(way, Reference):
         return reference
-    if kind == "native":
-        from pycomm import _C
-
-        if device == "cuda" and not _C.cuda_built():
-            raise Unavailable("native kernels on cuda: this pycomm was built without CUDA")
-        if device not in ("cpu", "cuda"):
-            raise Unavailable(f"native kernels run on cpu and cuda, not on {device}")
+    if isinstance(way, Native):
         return native
-    if kind == "triton":
-        if device == "cpu" and not env().triton_interpret:
-            raise Unavailable("triton on cpu runs in its interpreter only: set TRITON_INTERPRET=1")
-        run: Run = import_module("pycomm.triton_kernels.convert").convert
-        return run
-    if kind == "nvrtc":
-        if device == "cpu":
-            raise Unavailable(f"nvrtc compiles for cuda, not for {device}")
-        implementations.nvrtc()
-        return _nvrtc
-    raise ValueError(f"unknown implementation {kind!r}: use native, nvrtc, triton or reference")
+    run: Run = getattr(way, "convert", _nvrtc)  # Triton has one of its own
+    return run
+
+
+def implementation(kind: str, device: str) -> Run:
+    """Return one implementation for a device type; raises as `implementations.implementation`."""
+    return _run_of(implementations.implementation("convert", kind, device))
 
 
 def select(device: str) -> Run:
@@ -208,10 +191,4 @@ def select(device: str) -> Run:
 
 @cache
 def _select(device: str, wanted: str) -> Run:
-    reasons = []
-    for kind in (wanted,) if wanted else ORDER.get(device, ("reference",)):
-        try:
-            return implementation(kind, device)
-        except (ImportError, Unavailable) as e:
-            reasons.append(f"{kind}: {e}")
-    raise Unavailable(f"no implementation converts on {device}: " + "; ".join(reasons))
+    return _run_of(implementations.select("convert", device))

@@ -49,8 +49,8 @@ class Implementation(Protocol):
     """An implementation of a codec's calls."""
 
     def encode(self, codec: Any, args: EncodeArgs, /) -> None: ...
-    def decode(self, codec: Any, payload: torch.Tensor, out: torch.Tensor, /) -> None: ...
-    def decode_add(self, codec: Any, payload: torch.Tensor, out: torch.Tensor, /) -> None: ...
+    def decode(self, codec: Any, payload: torch.Tensor, out: torch.Tensor, /, *, add: bool) -> None:
+        """Store the values of a payload in ``out``, or add them to it."""
 
 
 class Reference:
@@ -68,11 +68,13 @@ class Reference:
         left = torch.where(value.isfinite(), p - value, residual)
         args.new_residual.view(-1).copy_(left)
 
-    def decode(self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor) -> None:
-        out.view(-1).copy_(codec.reference_decode(payload, out.numel()))
-
-    def decode_add(self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor) -> None:
-        codec.reference_decode_add(payload, out.view(-1))
+    def decode(
+        self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor, *, add: bool
+    ) -> None:
+        if add:
+            codec.reference_decode_add(payload, out.view(-1))
+        else:
+            out.view(-1).copy_(codec.reference_decode(payload, out.numel()))
 
 
 class Native:
@@ -85,47 +87,19 @@ class Native:
                 **args.addresses(), stream=_stream(args.x), scratch=scratch.data_ptr()
             )
 
-    def decode(self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(
+        self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor, *, add: bool
+    ) -> None:
         with _device(out):
             scratch = _scratch(codec, out)
-            codec.native.decode(
+            call = codec.native.decode_add if add else codec.native.decode
+            call(
                 payload.data_ptr(),
                 out.data_ptr(),
                 out.numel(),
                 stream=_stream(out),
                 scratch=scratch.data_ptr(),
             )
-
-    def decode_add(self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor) -> None:
-        with _device(out):
-            scratch = _scratch(codec, out)
-            codec.native.decode_add(
-                payload.data_ptr(),
-                out.data_ptr(),
-                out.numel(),
-                stream=_stream(out),
-                scratch=scratch.data_ptr(),
-            )
-
-
-class Triton:
-    """The Triton kernels of a codec.
-
-    Args:
-        module: ``pycomm.triton_kernels.<name>``, whose `decode` stores or adds.
-    """
-
-    def __init__(self, module: Any) -> None:
-        self._module = module
-
-    def encode(self, codec: CodecFunctions, args: EncodeArgs) -> None:
-        self._module.encode(codec, args)
-
-    def decode(self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor) -> None:
-        self._module.decode(codec, payload, out, add=False)
-
-    def decode_add(self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor) -> None:
-        self._module.decode(codec, payload, out, add=True)
 
 
 def _stream(x: torch.Tensor) -> int | None:
@@ -207,7 +181,8 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
     if kind == "triton":
         if device == "cpu" and not env().triton_interpret:
             raise Unavailable("triton on cpu runs in its interpreter only: set TRITON_INTERPRET=1")
-        return Triton(import_module(f"pycomm.triton_kernels.{name}"))
+        kernels: Any = import_module(f"pycomm.triton_kernels.{name}")
+        return kernels  # type: ignore[no-any-return]
     if kind == "nvrtc":
         if device == "cpu":
             raise Unavailable(f"nvrtc compiles for cuda, not for {device}")

@@ -5,7 +5,6 @@ Wire format: docs/wire/topk.md.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
@@ -24,7 +23,6 @@ from pycomm.codecs.block import (
     padded,
     payload,
     scales,
-    split,
     unpack_bits,
 )
 
@@ -74,12 +72,6 @@ class TopK(Codec):
         part, whole = _decimal(self.density)
         return max(1, min(numel, -(-part * numel // whole)))
 
-    def record_sizes(self, numel: int) -> list[int]:
-        """Return the number of values of each record of a tensor."""
-        length = self.granule or max(numel, 1)
-        sizes = [length] * (numel // length)
-        return [*sizes, numel % length] if numel % length else sizes
-
     def encoded_bytes(self, numel: int) -> int:
         if numel == 0:
             return 0
@@ -96,107 +88,113 @@ class TopK(Codec):
         indices = padded(-(-k * INDEX_BITS[self.indices] // 8))
         return SCALE_BYTES[self.values] * -(-k // GROUP), values, indices
 
+    def _shapes(self, numel: int) -> list[tuple[int, int]]:
+        """Return the number of records of each length of a tensor, and the length."""
+        length = self.granule or max(numel, 1)
+        shapes = [(numel // length, length), (1, numel % length)]
+        return [(records, n) for records, n in shapes if records and n]
+
     # ------------------------------------------------------------------ encode
 
     def reference_encode(self, p: torch.Tensor, key: RandomKey, index: int) -> torch.Tensor:
-        if p.numel() == 0:
-            return p.new_empty(0, dtype=torch.uint8)
-        records = torch.split(p, self.record_sizes(p.numel()))
-        return torch.cat([self._encode_record(r, self.count(r.numel())) for r in records])
+        shapes = self._shapes(p.numel())
+        parts = torch.split(p, [records * n for records, n in shapes])
+        coded = [
+            self._encode_records(part.view(shape)).view(-1)
+            for part, shape in zip(parts, shapes, strict=True)
+        ]
+        return torch.cat(coded) if coded else p.new_empty(0, dtype=torch.uint8)
 
-    def _is_void(self, p: torch.Tensor) -> bool:
-        huge = float("inf") if self.values == "float32" else HUGE
-        limit = torch.tensor([huge], device=p.device, dtype=torch.float32)
-        return bool((magnitudes(p) >= magnitudes(limit)).any())
-
-    def _encode_record(self, p: torch.Tensor, k: int) -> torch.Tensor:
-        if self._is_void(p):
-            return self._void(p, k)
+    def _encode_records(self, p: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of each record, a row of ``p``."""
+        k = self.count(p.shape[1])
         magnitude = magnitudes(p)
-        places = magnitude.sort(descending=True, stable=True).indices[:k].sort().values
-        chosen = p[places]
-        if self.values == "float32":
-            return payload(chosen, self._pack_indices(places))
-        if self.values == "int8":
-            rows = split(chosen, GROUP)
-            scale, inv, _ = scales(rows, 127)
-            code = (rows * inv[:, None]).round().to(torch.int8).view(-1)[:k]
-            return payload(scale, code, self._pack_indices(places))
-        low, high, upper = bins(chosen.abs())
-        code = upper.to(torch.uint8) | chosen.signbit().to(torch.uint8) << 1
-        levels = torch.stack((low, high), dim=1).view(-1)
-        return payload(levels, pack_bits(code, 2), self._pack_indices(places))
+        places = magnitude.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(1).values
+        coded = payload(*self._code(p.gather(1, places)), self._pack_indices(places))
+        limit = torch.full_like(p[:1, :1], float("inf") if self.values == "float32" else HUGE)
+        void = (magnitude >= magnitudes(limit)).any(dim=1, keepdim=True)
+        return torch.where(void, self._void(coded[0], k), coded)
 
-    def _void(self, p: torch.Tensor, k: int) -> torch.Tensor:
+    def _code(self, chosen: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the sections before the indices, of the values that each record sends."""
+        records, k = chosen.shape
+        if self.values == "float32":
+            return (chosen,)
+        padded_rows = chosen.new_zeros(records, -(-k // GROUP) * GROUP)
+        padded_rows[:, :k] = chosen
+        groups = padded_rows.view(-1, GROUP)
+        if self.values == "int8":
+            scale, inv, _ = scales(groups, 127)
+            code = (groups * inv[:, None]).round().to(torch.int8).view(records, -1)[:, :k]
+            return scale.view(records, -1), code
+        sent = torch.arange(padded_rows.shape[1], device=chosen.device) < k
+        low, high, upper = bins(groups.abs(), sent.view(-1, GROUP).sum(dim=1).repeat(records))
+        code = chosen.signbit().to(torch.uint8) << 1 | upper.view(records, -1)[:, :k]
+        return torch.stack((low, high), dim=1).view(records, -1), pack_bits(code, 2)
+
+    def _void(self, like: torch.Tensor, k: int) -> torch.Tensor:
         """Return the encoding of a record that holds Inf or NaN: it starts with NaN."""
-        start, values, indices = self._sections(k)
-        out = p.new_zeros(start + values + indices, dtype=torch.uint8)
-        out[: 4 * k if self.values == "float32" else start].view(torch.int32).fill_(NAN)
+        out = torch.zeros_like(like)
+        start = 4 * k if self.values == "float32" else self._sections(k)[0]
+        out[:start].view(torch.int32).fill_(NAN)
         return out
 
     def _pack_indices(self, places: torch.Tensor) -> torch.Tensor:
         if self.indices == "int12":
-            halves = torch.stack((places & 63, places >> 6), dim=1).view(-1)
+            halves = torch.stack((places & 63, places >> 6), dim=2).flatten(1)
             return pack_bits(halves.to(torch.uint8), 6)
-        return places.view(torch.uint8).view(-1, 8)[:, :4].reshape(-1)  # little-endian
+        return places.to(torch.int32).view(torch.uint8)  # little-endian
 
     # ------------------------------------------------------------------ decode
 
     def reference_decode(self, payload: torch.Tensor, numel: int) -> torch.Tensor:
         out = torch.zeros(numel, dtype=torch.float32, device=payload.device)
-        for (value, places), record in zip(
-            self._records(payload, numel), torch.split(out, self.record_sizes(numel)), strict=True
-        ):
-            record[places] = value
+        self._put(payload, out, add=False)
         return out
 
     def reference_decode_add(self, payload: torch.Tensor, out: torch.Tensor) -> None:
-        for (value, places), record in zip(
-            self._records(payload, out.numel()), torch.split(out, self.record_sizes(out.numel())),
-            strict=True,
-        ):  # fmt: skip
-            record[places] += value
+        self._put(payload, out, add=True)
 
-    def _records(
-        self, payload: torch.Tensor, numel: int
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the values and positions of each record; a void one is NaN at every position."""
-        sizes = self.record_sizes(numel)
-        parts = torch.split(payload, [self._bytes(size) for size in sizes])
-        for part, size in zip(parts, sizes, strict=True):
-            yield self._record(part, size, self.count(size))
+    def _put(self, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+        """Put the values of all records in their places; one that is void is NaN everywhere."""
+        shapes = self._shapes(out.numel())
+        parts = torch.split(payload, [records * self._bytes(n) for records, n in shapes])
+        into = torch.split(out, [records * n for records, n in shapes])
+        for part, target, (records, n) in zip(parts, into, shapes, strict=True):
+            value, places, void = self._decode_records(part.view(records, -1), n)
+            rows = target.view(records, n)
+            rows.scatter_(1, places, rows.gather(1, places) + value if add else value)
+            rows.masked_fill_(void[:, None], float("nan"))
 
-    def _record(self, part: torch.Tensor, size: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the values and positions of one record of ``size`` values."""
-        scale, code, index = torch.split(part, list(self._sections(k)))
+    def _decode_records(
+        self, coded: torch.Tensor, n: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the values of records of ``n``, their places, and which records are void."""
+        k = self.count(n)
+        scale, code, index = torch.split(coded, list(self._sections(k)), dim=1)
         places = self._unpack_indices(index, k)
-        value = self._values(scale, code, k)
-        first = value if not len(scale) else scale.view(torch.float32)
-        ascend = bool((places.diff() > 0).all())
-        if not ascend or int(places[-1]) >= size or bool(first[0].isnan()):
-            return _void_values(size, part.device)
-        return value, places
+        value = self._values(scale.contiguous(), code.contiguous(), k)
+        first = scale.contiguous().view(torch.float32) if scale.shape[1] else value
+        fine = (places.diff(dim=1) > 0).all(dim=1) & (places[:, -1] < n) & ~first[:, 0].isnan()
+        return value, places.clamp(max=n - 1), ~fine
 
     def _values(self, scale: torch.Tensor, code: torch.Tensor, k: int) -> torch.Tensor:
         if self.values == "float32":
             return code.view(torch.float32)
         group = torch.arange(k, device=code.device, dtype=torch.int64) // GROUP
         if self.values == "int8":
-            return code.view(torch.int8)[:k].to(torch.float32) * scale.view(torch.float32)[group]
-        bits = unpack_bits(code, 2, k).to(torch.int64)
-        level = scale.view(torch.float32).view(-1, 2)[group, bits & 1]
+            whole = code.view(torch.int8)[:, :k].to(torch.float32)
+            return whole * scale.view(torch.float32)[:, group]
+        bits = unpack_bits(code, 2, k)
+        low, high = scale.view(torch.float32).view(len(scale), -1, 2)[:, group].unbind(dim=2)
+        level = torch.where(bits & 1 > 0, high, low)
         return torch.where(bits >> 1 > 0, -level, level)
 
     def _unpack_indices(self, index: torch.Tensor, k: int) -> torch.Tensor:
         if self.indices == "int12":
-            halves = unpack_bits(index, 6, 2 * k).to(torch.int64).view(-1, 2)
-            return halves[:, 0] | halves[:, 1] << 6
-        return index.view(torch.int32).to(torch.int64) & 0xFFFFFFFF
-
-
-def _void_values(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    places = torch.arange(size, device=device, dtype=torch.int64)
-    return torch.full_like(places, float("nan"), dtype=torch.float32), places
+            halves = unpack_bits(index, 6, 2 * k).to(torch.int64).view(-1, k, 2)
+            return halves[..., 0] | halves[..., 1] << 6
+        return index.contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
 
 
 @lru_cache(maxsize=256)
@@ -206,11 +204,11 @@ def _decimal(density: float) -> tuple[int, int]:
 
 
 def bin_scales(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scale of each row of GROUP values, and its inverse: powers of two.
+    """Return the scale of each row of GROUP magnitudes, and its inverse: powers of two.
 
     Multiplied by the inverse the largest magnitude of the row is at least 2^14 and below 2^15.
     """
-    amax = rows.abs().amax(1)
+    amax = rows.amax(1)
     scale = (amax.view(torch.int32) & INF) - (14 << 23)
     inv = ((254 << 23) - scale).view(torch.float32)
     used = amax > TINY
@@ -218,21 +216,22 @@ def bin_scales(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.where(used, scale.view(torch.float32), zero), torch.where(used, inv, zero)
 
 
-def bins(a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def bins(
+    groups: torch.Tensor, count: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the mean magnitudes of each group's lower and upper bin, and who is in the upper.
 
     The bins are cut at the mean of all. An upper bin that is empty has the lower one's mean.
+
+    Args:
+        groups: magnitudes, a group in each row; zeros follow the values of a short one.
+        count: how many values each group has.
     """
-    scale, inv = bin_scales(split(a, GROUP))
-    group = torch.arange(a.numel(), device=a.device, dtype=torch.int64) // GROUP
-    code = (a * inv[group]).round().to(torch.int64)
-
-    def total(values: torch.Tensor) -> torch.Tensor:
-        return values.new_zeros(scale.numel()).index_add_(0, group, values)
-
-    count, everything = total(torch.ones_like(code)), total(code)
-    upper = code * count[group] > everything[group]
-    n, upper_sum = total(upper.long()), total(code * upper)
+    scale, inv = bin_scales(groups)
+    code = (groups * inv[:, None]).round().to(torch.int64)
+    everything = code.sum(dim=1)
+    upper = code * count[:, None] > everything[:, None]
+    n, upper_sum = upper.sum(dim=1), (code * upper).sum(dim=1)
     low = (everything - upper_sum).float() / (count - n).float() * scale
     high = torch.where(n > 0, upper_sum.float() / n.clamp(min=1).float() * scale, low)
     return low, high, upper

@@ -13,7 +13,7 @@ from pycomm.codecs import CODECS
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec
 from tests.codecs.cases import ROTATIONS, SPECS
-from tests.extent import each_value, noting, part
+from tests.extent import noting, part
 
 SIZE = 2048
 # Deviations of the mean, in sigma, that occur by chance once in 10^7 projections.
@@ -84,53 +84,6 @@ def test_every_codec_that_says_so_is_among_these():
     named = {pycomm.codec(spec).spec().split(":")[0] for spec in BIAS}
     assert {pycomm.codec(spec).name for spec in SPECS if pycomm.codec(spec).unbiased} <= named
     assert named <= set(CODECS)
-
-
-SHORT = ["eden:bits=1", "eden:bits=2", "eden:bits=1,size=128", "eden:bits=2,size=128"]
-
-
-@each_value
-@pytest.mark.parametrize(
-    ("spec", "ratio"),
-    [
-        (spec, ratio)
-        for place, spec in enumerate(SHORT)
-        for ratio in part([0.5, 1, 2, 4, 8, 32], 2, place)
-    ],
-)
-def test_what_stands_beside_a_large_value_arrives_whole(spec, ratio):
-    codec = pycomm.codec(spec)
-    others = torch.randn(codec.size, generator=torch.Generator().manual_seed(13))
-    others[5] = 0
-    others /= others.norm()
-    large = torch.zeros(codec.size)
-    large[5] = ratio
-    keys, along = 1500, others.double()
-    # Half the difference of two encodings with one key: most of the large value's part cancels.
-    gain = torch.stack(
-        [
-            (decoded(codec, large + others, k) - decoded(codec, large - others, k)) @ along / 2
-            for k in range(keys)
-        ]
-    )
-    chance = SIGMAS * float(gain.std()) / keys**0.5
-    assert float(gain.mean()) == pytest.approx(1, abs=0.01 + chance)
-    assert chance < 0.12  # otherwise the test has no power
-
-
-@pytest.mark.parametrize("spec", ["eden:bits=1", "eden:bits=2,size=128", "eden:bits=4,size=32"])
-def test_error_of_a_mean_falls_with_the_ranks(spec):
-    # Student's t with 3 degrees of freedom: a few values dominate many of the rotations.
-    g = torch.Generator().manual_seed(14)
-    x = (
-        torch.randn(1 << 15, generator=g)
-        / (torch.randn(3, 1 << 15, generator=g).square().mean(0)) ** 0.5
-    )
-    codec, ranks = pycomm.codec(spec), 64
-    each = [codec.decode(codec.encode(x, key=RandomKey(seed=r)), x.numel()) for r in range(ranks)]
-    off = torch.stack([d.double() for d in each]) - x.double()
-    of_one = float(off.square().sum(dim=1).mean())
-    assert float(off.mean(dim=0).square().sum()) == pytest.approx(of_one / ranks, rel=0.03)
 
 
 # ------------------------------------------------------------------------------ limits of float32

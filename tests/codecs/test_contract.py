@@ -38,7 +38,6 @@ REFERENCE = Reference()
 everywhere = pytest.mark.parametrize(
     ("kind", "device"), IMPLEMENTATIONS, ids=["-".join(pair) for pair in IMPLEMENTATIONS]
 )
-SPECS_OF_TOPK = [spec for spec in SPECS if spec.startswith("topk")]
 every_spec = pytest.mark.parametrize("spec", SPECS)
 
 
@@ -50,7 +49,7 @@ def skip_by_design(reason: str) -> None:
 def runner(codec: Codec, kind: str, device: str):
     if kind == "emulated-cuda":
         return emulated_cuda
-    if (codec.name, kind) == ("lossless", "triton"):
+    if kind == "triton" and codec.name in ("lossless", "topk"):
         skip_by_design("it has no kernels in Triton")
     try:
         return implementation(codec.name, kind, device)
@@ -91,8 +90,8 @@ def decoded(spec: str, payload: bytes, numel: int) -> tuple[torch.Tensor, torch.
     """Return the reference's values, and those that it adds to `base_of(numel)`."""
     codec, data = pycomm.codec(spec), tensor_of(payload, torch.uint8)
     values, added = torch.empty(numel), base_of(numel)
-    REFERENCE.decode(codec, data, values)
-    REFERENCE.decode_add(codec, data, added)
+    REFERENCE.decode(codec, data, values, add=False)
+    REFERENCE.decode(codec, data, added, add=True)
     return values, added
 
 
@@ -125,11 +124,11 @@ def check(spec: str, kind: str, device: str, x, residual, index: int | None = No
 def check_decode(codec: Codec, run, device: str, payload: torch.Tensor, numel: int) -> None:
     values, added = decoded(codec.spec(), bytes_of(payload), numel)
     got = torch.full((numel,), 1234.5, device=device)
-    run.decode(codec, payload.to(device), got)
+    run.decode(codec, payload.to(device), got, add=False)
     assert same(got, values)
 
     got = base_of(numel).to(device)
-    run.decode_add(codec, payload.to(device), got)
+    run.decode(codec, payload.to(device), got, add=True)
     assert same(got, added)
 
 
@@ -143,10 +142,9 @@ def combinations() -> Iterator[tuple[str, str, str, Sequence[str]]]:
     Native code runs all cases with the first spec of a codec, and every third one with the others;
     emulated CUDA runs every sixth with the others, whose references are there by then.
     Triton's interpreter, which takes most of the time, runs every twelfth case with the first
-    spec of a codec, and every 36th with the others, and with topk, which has many kernels; with
-    rotations, which are slow there, a third of these. The next spec begins at the next case, so
-    that a codec of several specs meets all. The full extent runs all on the CPU, and twelve times
-    as many in Triton's interpreter.
+    spec of a codec, and every 36th with the others; with rotations, which are slow there, a third
+    of these. The next spec begins at the next case, so that a codec of several specs meets all. The
+    full extent runs all on the CPU, and twelve times as many in Triton's interpreter.
     """
     seen = set()
     for number, spec in enumerate(SPECS):
@@ -155,7 +153,7 @@ def combinations() -> Iterator[tuple[str, str, str, Sequence[str]]]:
             "native": 1 if FULL or name not in seen else 3,
             "emulated-cuda": 1 if FULL or name not in seen else 6,
             "triton": (1 if FULL else 12)
-            * (3 if name in seen | {"topk"} else 1)
+            * (3 if name in seen else 1)
             * (3 if name == "eden" else 1),
         }
         for kind, device in IMPLEMENTATIONS:
@@ -224,9 +222,6 @@ def drawn(draw):
 @every_spec_everywhere
 def test_same_bytes_of_drawn_values(spec, kind, device):
     interpreted = (kind, device) == ("triton", "cpu")
-    if interpreted and spec in SPECS_OF_TOPK[1:]:
-        skip_by_design("many kernels in Triton's interpreter: one spec of topk is enough")
-
     examples = (8 if FULL else 2) if interpreted else (25 if FULL else 6)
 
     @settings(max_examples=examples, deadline=None, derandomize=True)
@@ -280,20 +275,6 @@ def rare_places(threshold: int) -> list[int]:
     return (random < threshold).nonzero().view(-1).tolist()
 
 
-EVERY_QUANT = [
-    Quant(bits=bits, block=32, rounding=rounding)
-    for bits in (2, 3, 4, 5, 6, 7, 8)
-    for rounding in ("nearest", "stochastic")
-]
-
-
-@each_value
-@everywhere
-@pytest.mark.parametrize("codec", EVERY_QUANT, ids=Quant.spec)
-def test_every_width_and_rounding_of_quant(codec, kind, device):
-    check(codec.spec(), kind, device, *CASES["normal-257"])
-
-
 @pytest.mark.parametrize(
     ("spec", "kind", "device"),
     [
@@ -341,7 +322,7 @@ def test_bytes_of_ones_are_no_values(spec):
         for numel in (1, 33, 5000):
             payload = torch.full((codec.encoded_bytes(numel),), 0xFF, dtype=torch.uint8)
             out = torch.zeros(numel)
-            run.decode(codec, payload, out)
+            run.decode(codec, payload, out, add=False)
             assert codec.variable or out.isnan().all()
 
 
@@ -360,8 +341,8 @@ def test_alignment_does_not_matter(spec, kind, device):
     assert same(owed, want_owed)
 
     want_sum, got = x.clone(), shifted(x, device)
-    REFERENCE.decode_add(codec, want, want_sum)
-    run.decode_add(codec, payload, got)
+    REFERENCE.decode(codec, want, want_sum, add=True)
+    run.decode(codec, payload, got, add=True)
     assert same(got, want_sum)
 
 
@@ -409,7 +390,7 @@ def test_nothing_encodes_to_nothing(spec, kind, device):
     run = runner(codec, kind, device)
     nothing = torch.empty(0, device=device)
     assert encode(run, codec, nothing, nothing.clone(), nothing.clone()).numel() == 0
-    run.decode_add(codec, torch.empty(0, dtype=torch.uint8, device=device), nothing)
+    run.decode(codec, torch.empty(0, dtype=torch.uint8, device=device), nothing, add=True)
 
 
 @every_spec

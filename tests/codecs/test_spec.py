@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from functools import partial
-
 import numpy as np
 import pytest
 import torch
@@ -21,7 +17,6 @@ from pycomm.codecs import (
     Quant,
     RandomKey,
     Unavailable,
-    convert,
     short_text,
 )
 from pycomm.codecs.implementations import implementation, select
@@ -55,12 +50,6 @@ def test_text_becomes_a_codec_and_back(text, codec):
     assert pycomm.codec(codec.spec()) == codec
     assert pycomm.codec(codec) is codec
     assert hash(pycomm.codec(text)) == hash(codec)
-
-
-def test_every_alias_is_a_codec():
-    for alias, text in ALIASES.items():
-        assert alias not in CODECS
-        assert pycomm.codec(alias) == pycomm.codec(text)
 
 
 # What Python and C++ say alike.
@@ -182,24 +171,6 @@ def test_short_texts_are_read_back(text, short):
     assert pycomm.codec(short) == codec
 
 
-@pytest.mark.parametrize(
-    ("word", "meant"),
-    [
-        ("INT4", "int4"),
-        ("itn4", "int4"),
-        ("topK", "topk"),
-        ("qaunt", "quant"),
-        ("losless", "lossless"),
-        ("zebra", ""),
-        ("", ""),
-        ("x" * 1000, ""),
-    ],
-)
-def test_the_closest_name_is_found(word, meant):
-    assert _C.closest(word, ["quant", "int4", "int8", "topk", "lossless"]) == meant
-    assert _C.closest(word, []) == ""
-
-
 X = torch.zeros(300)
 BAD_CALLS = {
     "float64": (lambda c: c.encode(X.double()), TypeError, "x must be float32"),
@@ -269,11 +240,10 @@ def test_named_implementation_is_taken_or_raises(impl):
         implementation("quant", "opencl", "cpu")
 
 
-@pytest.mark.parametrize("of", [partial(implementation, "quant"), convert.implementation])
-def test_native_code_is_refused_where_it_cannot_run(of):
+def test_native_code_is_refused_where_it_cannot_run():
     """It would take the addresses of another accelerator's memory for its own."""
     with pytest.raises(Unavailable, match="run on cpu and cuda, not on xpu"):
-        of("native", "xpu")
+        implementation("quant", "native", "xpu")
 
 
 def test_codec_without_kernels_uses_the_next_implementation(monkeypatch):
@@ -308,8 +278,3 @@ def test_parameters_are_encoded_without_a_graph():
     x = torch.ones(8, requires_grad=True)
     out = torch.zeros(8)
     assert not pycomm.codec("fp16").decode_add(pycomm.codec("fp16").encode(x), out).requires_grad
-
-
-def test_import_is_cheap():
-    code = "import pycomm, sys; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -97,13 +97,6 @@ WAITS = (
         "transports/tcp/test_reconnect.py::test_a_request_to_connect_that_was_cut_off_is_repeated",
     ),
     Mutant(
-        "pending-works-without-their-hooks",
-        "csrc/binding/torch/engine.cpp::Engine::settle_all",
-        "for (const auto& report : reports) report.wait();",
-        ";",
-        "torch/backend/test_groups.py::test_pending_works_include_hooks",
-    ),
-    Mutant(
         "backward-ends-before-its-collectives",
         "pycomm/reduction/state.py::CompressionState.end_step",
         "        for wait in step.waits:\n            wait()\n",
@@ -240,7 +233,7 @@ RESIDUALS = (
         "csrc/codecs/quant.cpp::Writer::write_block",
         "p[i] - dequantize(code, s.unit)",
         "p[i]",
-        "codecs/test_special.py",
+        "codecs/test_golden.py",
     ),
     Mutant(
         "triton-residual-not-added",

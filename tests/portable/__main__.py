@@ -14,22 +14,24 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pycomm
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build/portable"
 AARCH64 = FOLDER / "driver-aarch64"
-RANK_AARCH64 = FOLDER / "rank-aarch64"
 COMPILER = "aarch64-linux-gnu-g++"
 
 
 def flags() -> list[str]:
-    """Return the flags that decide about bits, as CMakeLists.txt has them."""
+    """Return the flags of CMakeLists.txt that decide about bits, and what ranks compare."""
     (found,) = re.findall(r"^set\(CXX_FLAGS (.*)\)$", (ROOT / "CMakeLists.txt").read_text(), re.M)
-    return ["-std=gnu++17", "-O1", f"-I{ROOT / 'csrc'}", *found.split()]
+    version = f'-DPYCOMM_VERSION="{pycomm.__version__}"'
+    return ["-std=gnu++17", "-O1", f"-I{ROOT / 'csrc'}", version, *found.split()]
 
 
-def compile_aarch64(source: str, folders: Sequence[str], made: Path) -> None:
-    """Compile what is older than any header that it might include, and link a program."""
-    sources = [Path(__file__).parent / source]
+def compile_aarch64(folders: Sequence[str]) -> None:
+    """Compile what is older than any header that it might include, and link the driver."""
+    sources = [Path(__file__).parent / "driver.cpp"]
     for folder in folders:
         sources += sorted((ROOT / "csrc" / folder).rglob("*.cpp"))
     newest = max(f.stat().st_mtime for d in folders for f in (ROOT / "csrc" / d).rglob("*.h"))
@@ -47,15 +49,13 @@ def compile_aarch64(source: str, folders: Sequence[str], made: Path) -> None:
     # A static glibc warns that OpenSSL, which TLS loads at run time, needs the same glibc.
     libraries = ["-lpthread", "-ldl", "-Wl,--no-warnings"]
     subprocess.run(
-        [COMPILER, "-static", *map(str, objects), *libraries, "-o", str(made)], check=True
+        [COMPILER, "-static", *map(str, objects), *libraries, "-o", str(AARCH64)], check=True
     )
 
 
 if __name__ == "__main__":
     if shutil.which(COMPILER) is None:
         raise SystemExit(f"there is no {COMPILER}: apt-get install g++-aarch64-linux-gnu qemu-user")
-    compile_aarch64("driver.cpp", ["core", "codecs"], AARCH64)
-    layers = ["core", "codecs", "transports", "collectives"]
-    compile_aarch64("rank.cpp", layers, RANK_AARCH64)
+    compile_aarch64(["core", "codecs", "transports", "collectives"])
     tests = [sys.executable, "-m", "pytest", "--quiet", str(Path(__file__).parent)]
     raise SystemExit(subprocess.run(tests, check=False).returncode)

@@ -10,7 +10,9 @@ import platform
 import shutil
 import struct
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -20,24 +22,16 @@ import pycomm
 from pycomm import _C
 from pycomm.codecs import CODECS
 from tests.codecs.test_golden import all_entries, golden
-from tests.collectives.ways import REDUCIBLE, folded
+from tests.collectives.ways import CANONICAL, REDUCIBLE, folded
 from tests.compiling import ROOT, compile_cpp
-from tests.portable.__main__ import AARCH64, RANK_AARCH64
+from tests.core.test_arithmetic import special
+from tests.portable.__main__ import AARCH64
 
 LIBRARY = ROOT / "pycomm"
 # Processors without AVX (2008), with AVX2 but without AVX-512 (2013), and the level that they have.
 EMULATED = {"Nehalem": "default", "Haswell": "x86-64-v3"}
-SMALL_FLOATS = {"float16": 2, "bfloat16": 2, "float8_e4m3": 1, "float8_e5m2": 1}
-FLOATS = {"float32": 4, "float64": 8, "complex64": 8, **SMALL_FLOATS}
-INTEGERS = {"int8": 1, "int16": 2, "int32": 4, "int64": 8, "uint8": 1, "uint64": 8}
-
-
-def compiled(name: str, folder: Path) -> Path:
-    """Compile a program of this folder against libpycomm."""
-    binary, source = folder / name, Path(__file__).parent / f"{name}.cpp"
-    link = (LIBRARY / "libpycomm.so", f"-Wl,-rpath,{LIBRARY}")
-    compile_cpp(source, binary, "-std=gnu++17", "-O1", f"-I{ROOT / 'csrc'}", link=link)
-    return binary
+# Of the register FPCR: flush denormals; round toward plus and minus infinity, and toward zero.
+SETTINGS = [0, 1 << 24, 1 << 22, 2 << 22, 3 << 22]
 
 
 def emulator(name: str) -> str:
@@ -49,23 +43,36 @@ def emulator(name: str) -> str:
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    return compiled("driver", tmp_path_factory.mktemp("portable"))
+    """Compile the driver against libpycomm."""
+    binary = tmp_path_factory.mktemp("portable") / "driver"
+    source = Path(__file__).parent / "driver.cpp"
+    link = (LIBRARY / "libpycomm.so", f"-Wl,-rpath,{LIBRARY}")
+    compile_cpp(source, binary, "-std=gnu++17", "-O1", f"-I{ROOT / 'csrc'}", link=link)
+    return binary
 
 
-@pytest.fixture(params=["native", *EMULATED, "aarch64"])
-def processor(request):
-    """Return the name of a processor, and the command that runs the driver on it."""
-    name = request.param
+def command_of(name: str, driver: Path) -> list[str]:
+    """Return the command that runs the driver on a processor."""
     if name == "aarch64":
         if not AARCH64.exists():
             pytest.skip("make portable compiles for aarch64, and needs qemu-user")
-        return name, [emulator("qemu-aarch64"), str(AARCH64)]
+        return [emulator("qemu-aarch64"), str(AARCH64)]
     if platform.machine() != "x86_64":
         pytest.skip("this machine is no x86-64")
-    binary = str(request.getfixturevalue("driver"))
     if name == "native":
-        return name, [binary]
-    return name, [emulator("qemu-x86_64"), "-cpu", name, binary]
+        return [str(driver)]
+    return [emulator("qemu-x86_64"), "-cpu", name, str(driver)]
+
+
+@pytest.fixture(params=["native", *EMULATED, "aarch64"])
+def processor(request, driver):
+    """Return the name of a processor, and the command that runs the driver on it."""
+    return request.param, command_of(request.param, driver)
+
+
+def text(value: str) -> bytes:
+    """Return a text as the driver reads it."""
+    return struct.pack("<Q", len(value)) + value.encode()
 
 
 def answer(processor, request: bytes) -> bytes:
@@ -77,8 +84,9 @@ def answer(processor, request: bytes) -> bytes:
 
 
 def test_the_emulated_processor_lacks_what_its_name_says(processor):
-    level = answer(processor, b"simd").decode()
+    level, *ways = answer(processor, b"simd").decode().split()
     assert level == EMULATED.get(processor[0], level)
+    assert processor[0] != "aarch64" or ways == ["streams", "instruction", "table"]
 
 
 @cache
@@ -89,9 +97,7 @@ def coded() -> tuple[bytes, list[tuple[str, np.ndarray, np.ndarray, np.ndarray]]
         codec = pycomm.codec(spec)
         file = golden(codec.name)
         x, residual = file[f"{case}/x"], file[f"{case}/residual"]
-        text = codec.spec().encode()
-        request += b"code" + struct.pack("<Q", len(text)) + text
-        request += struct.pack("<QQ", x.size, 5 * codec.granule)
+        request += b"code" + text(codec.spec()) + struct.pack("<QQ", x.size, 5 * codec.granule)
         request += x.tobytes() + residual.tobytes()
         parts = (file[f"{spec}/{case}/{part}"] for part in ("payload", "new_residual", "decoded"))
         wanted.append((f"{spec} {case}", *parts))
@@ -115,96 +121,84 @@ def test_codecs_write_the_golden_bytes(processor):
     assert {pycomm.codec(spec).name for spec, _ in all_entries()} == set(CODECS)
 
 
-def numbers(dtype: str, count: int, seed: int) -> np.ndarray:
-    """Return bytes of finite numbers of a dtype: floats have no top bit of the exponent."""
-    raw = np.random.default_rng(seed).integers(0, 256, count, dtype=np.uint8)
-    if dtype in FLOATS:
-        width = 4 if dtype == "complex64" else FLOATS[dtype]
-        raw[width - 1 :: width] &= 0xBF
-    return raw
+def values(dtype: str, numel: int, seed: int) -> np.ndarray:
+    """Return any bits, of floats many NaNs, Infs and tiny values."""
+    if dtype not in CANONICAL:
+        raw = np.random.default_rng(seed).integers(0, 256, 8 * numel, dtype=np.uint8)
+        size = _C.size_of(_C.DType.__members__[dtype])
+        return raw[: size * numel] & (1 if dtype == "bool" else 255)
+    x = special(seed, dtype, numel)
+    x[: numel // 3] >>= np.array(8 * x.itemsize - 4, x.dtype)
+    return x
 
 
 def test_reductions_and_checksums_have_the_same_bits(processor):
+    """At sizes with and without a rest, however a thread of AArch64 is set to calculate."""
     request, wanted = b"", b""
-    for core, how in REDUCIBLE:
-        if core.name not in FLOATS | INTEGERS or how.name in ("bor", "premul_sum"):
-            continue
-        numel, size = 1003, (FLOATS | INTEGERS)[core.name]
-        inputs = [numbers(core.name, numel * size, seed) for seed in range(3)]
-        out = folded(core, how, inputs)
-        request += b"fold" + struct.pack("<QQQQ", core.value, how.value, len(inputs), numel)
-        for values in inputs:
-            request += values.tobytes()
-        wanted += out.tobytes()
-        wanted += struct.pack("<3I", *(_C.crc32c(values.tobytes()) for values in inputs))
+    for (core, how), numel in product(REDUCIBLE, (7, 1027)):
+        inputs = [values(core.name, numel, seed) for seed in range(3)]
+        out = np.empty_like(inputs[0])
+        if how.name == "premul_sum":
+            _C.scale(core, inputs[0].ctypes.data, out.ctypes.data, numel, 0.3)
+        else:
+            out = folded(core, how, inputs)
+        for fpcr in SETTINGS if processor[0] == "aarch64" else SETTINGS[:1]:
+            head = core.value, how.value, len(inputs), numel, fpcr
+            request += b"fold" + struct.pack("<5Q", *head) + b"".join(x.tobytes() for x in inputs)
+            wanted += out.tobytes()
+            wanted += struct.pack("<3I", *(_C.crc32c(x.tobytes()) for x in inputs))
     assert answer(processor, request) == wanted
 
 
 # ------------------------------------------------------------------------------------------- groups
 # Ranks on different processors in one group: equal bits on all, and those of a group of one kind.
-#
-# The processors are emulated (qemu-user), and each rank is a process of its own that talks TCP; the
-# library is the real one. The rank for aarch64 is compiled by `make portable`.
 
 
-LIMIT = 100  # seconds of a group
+NUMEL, STEPS = 10007, 3  # odd, and of several segments
+CODED = [
+    *("bf16", "int4", "int8:rounding=stochastic", "mxfp4"),
+    *("sign", "eden2", "topk:0.01", "lossless"),
+]
 
 
-@pytest.fixture(scope="module")
-def rank(tmp_path_factory):
-    if platform.machine() != "x86_64":
-        pytest.skip("this needs x86-64")
-    return compiled("rank", tmp_path_factory.mktemp("mixed"))
+def of_rank(rank: int, ranks: int, folder: Path) -> bytes:
+    """Return what a rank is asked: values of many magnitudes, zeros and denormals among them."""
+    random = np.random.default_rng(rank)
+
+    def values() -> bytes:
+        x = random.standard_normal(NUMEL) * 2.0 ** -random.integers(0, 16, NUMEL)
+        x[::101], x[::103] = 0, 1e-39
+        return x.astype(np.float32).tobytes()
+
+    request = b"join" + text(str(folder)) + struct.pack("<QQ", rank, ranks)
+    request += b"move" + struct.pack("<Q", NUMEL) + values()
+    for spec in CODED:
+        request += b"step" + text(pycomm.codec(spec).spec()) + struct.pack("<QQ", STEPS, NUMEL)
+        request += b"".join(values() for _ in range(STEPS))
+    return request
 
 
-def lines_of(commands: list[list[str]], folder: Path) -> list[list[str]]:
-    """Run a group with a command for each rank; return the lines that each rank writes."""
-    store = folder / "store"
-    store.mkdir()
-    ranks = []
-    try:
-        for number, command in enumerate(commands):
-            words = [*command, str(store), str(number), str(len(commands))]
-            ranks.append(subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE))
-        answers = [process.communicate(timeout=LIMIT) for process in ranks]
-    finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-                process.communicate()
-    for process, (_, errors) in zip(ranks, answers, strict=True):
-        assert process.returncode == 0, errors.decode()
-    return [text.decode().splitlines() for text, _ in answers]
+def answers(commands: list[list[str]], folder: Path) -> list[list[np.ndarray]]:
+    """Run a group with a command for each rank; return its results, then its own residuals."""
+    (folder / "store").mkdir(parents=True)
+    ranks = len(commands)
+
+    def ask(rank: int) -> list[np.ndarray]:
+        request = of_rank(rank, ranks, folder / "store")
+        got = np.frombuffer(answer(("", commands[rank]), request), np.uint8)
+        moved, steps = np.split(got, [4 * NUMEL * (2 + ranks)])
+        averages, residuals = np.split(steps.reshape(len(CODED), -1), [4 * NUMEL * STEPS], axis=1)
+        return [moved, averages, residuals]
+
+    with ThreadPoolExecutor(ranks) as threads:
+        return list(threads.map(ask, range(ranks)))
 
 
-def results(lines: list[str]) -> list[str]:
-    """The results alone, which all ranks share; residuals are each rank's own."""
-    return [line.partition(" residual ")[0] for line in lines]
-
-
-def with_older(rank: Path) -> list[list[str]]:
-    x86 = emulator("qemu-x86_64")
-    # As fast as this machine can, with AVX2 alone, and without AVX.
-    return [[str(rank)], [x86, "-cpu", "Haswell", str(rank)], [x86, "-cpu", "Nehalem", str(rank)]]
-
-
-def test_ranks_of_any_simd_level_have_equal_bits(rank, tmp_path):
-    alike = tmp_path / "alike"
-    alike.mkdir()
-    expected = lines_of([[str(rank)]] * 3, alike)
-    found = lines_of(with_older(rank), tmp_path)
-    assert len(expected[0]) == 14
-    assert len({tuple(results(lines)) for lines in found}) == 1
-    assert found == expected
-
-
-def test_ranks_on_x86_and_aarch64_have_equal_bits(rank, tmp_path):
-    if not RANK_AARCH64.exists():
-        pytest.skip("make portable compiles for aarch64, and needs qemu-user")
-    arm = [emulator("qemu-aarch64"), str(RANK_AARCH64)]
-    alike = tmp_path / "alike"
-    alike.mkdir()
-    expected = lines_of([[str(rank)]] * 4, alike)
-    found = lines_of([arm, *with_older(rank)[:2], arm], tmp_path)
-    assert len({tuple(results(lines)) for lines in found}) == 1
-    assert found == expected
+@pytest.mark.parametrize("kinds", [["native", "Haswell", "Nehalem"], ["aarch64", "native"] * 2])
+def test_ranks_of_any_processors_have_equal_bits(driver, tmp_path, kinds):
+    found = answers([command_of(kind, driver) for kind in kinds], tmp_path / "mixed")
+    expected = answers([command_of("native", driver)] * len(kinds), tmp_path / "alike")
+    for rank, parts in enumerate(found):
+        for part, want, first in zip(parts, expected[rank], found[0], strict=True):
+            assert np.array_equal(part, want)
+            assert part is parts[2] or np.array_equal(part, first)

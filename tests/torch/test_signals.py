@@ -166,12 +166,6 @@ def behind_asynchronous(rank: int) -> None:
             work.wait()
 
 
-def pending_works(rank: int) -> None:
-    work = dist.irecv(torch.ones(10), 1 - rank)
-    dist.group.WORLD._wait_for_pending_works()  # type: ignore[union-attr]
-    work.wait()  # the other rank's
-
-
 def shutdown(rank: int) -> None:
     """The end of a group waits for what was issued."""
     dist.all_reduce(torch.ones(10), async_op=True)
@@ -189,7 +183,6 @@ TORCH: dict[str, Callable[[int], object]] = {
     "receive": lambda rank: dist.recv(torch.ones(10), 1 - rank),
     "receive from any": lambda rank: dist.recv(torch.ones(10)),
     "send": lambda rank: dist.send(torch.ones(1 << 22), 1 - rank),
-    "pending works": pending_works,
     "new_group": lambda rank: dist.new_group([0, 1]),
     "shutdown": shutdown,
 }

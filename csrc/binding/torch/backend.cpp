@@ -562,24 +562,6 @@ void check_values(const Arguments& arguments, const Call& call, const at::Tensor
                              ", and its residuals are elsewhere");
 }
 
-/// The values of a tensor in one piece: its own, or, if they are not in one piece or of another
-/// dtype than is wanted, those of a copy, which finish() copies back.
-class Contiguous {
- public:
-  Contiguous(const at::Tensor& tensor, at::ScalarType type)
-      : tensor_(tensor), whole_(tensor.to(type).contiguous()) {}
-  pycomm::Values values() const {
-    return {whole_.mutable_data_ptr(), static_cast<size_t>(whole_.numel()),
-            *find_dtype(whole_.scalar_type())};
-  }
-  void finish() const {
-    if (!whole_.is_same(tensor_)) tensor_.copy_(whole_);
-  }
-
- private:
-  at::Tensor tensor_, whole_;
-};
-
 /// Returns a dtype that can represent both tensors.
 at::ScalarType common_type(const at::Tensor& a, const at::Tensor& b) {
   return a.scalar_type() == b.scalar_type() ? a.scalar_type() : at::kFloat;
@@ -603,15 +585,10 @@ struct CodedCall {
     args.seed = step.seed;
     args.step = step.step;
     const at::ScalarType type = common_type(input, output);
-    const Contiguous to(output, type);
-    if (op == Op::all_reduce) {
-      args.data = to.values();
-      run(args, args.data.data);
-    } else {
-      const Contiguous from(input, type);
-      args.data = from.values();
-      run(args, to.values().data);
-    }
+    const Flat to(output, type);
+    const Flat from = op == Op::all_reduce ? to : Flat(input, type);
+    args.data = {from.out(), from.numel(), *find_dtype(type)};
+    run(args, to.out());
     to.finish();
   }
 };
@@ -961,7 +938,6 @@ void Backend::form(tcp::GroupFormation& formation, int64_t uuid, CommunicatorOpt
   communicator.interrupt = [&] { formation.check_members(); };
   auto engine = std::make_shared<Engine>(store, rank, size, communicator, options_->device, hooks_);
   engine->set_timeout(unwrapped(options_->timeout));
-  if (onCompletionHook_) engine->set_hook(onCompletionHook_);
   if (!open_->replace(std::move(engine))) raise_not_open();
   ++formed_;
   arguments_ = {rank, size};
@@ -1028,26 +1004,6 @@ std::shared_ptr<void> memory_of(Engine& engine, size_t bytes) {
   }
 }
 
-/// An allocator of the group's memory, which may outlive it, and the group.
-class Allocator final : public c10::Allocator {
- public:
-  explicit Allocator(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
-
-  c10::DataPtr allocate(size_t bytes) override {
-    using Memory = std::shared_ptr<void>;
-    auto memory = std::make_unique<Memory>(memory_of(*engine_, bytes));
-    void* data = memory->get();
-    return {data, memory.release(), [](void* held) { delete static_cast<Memory*>(held); },
-            c10::Device(c10::DeviceType::CPU)};
-  }
-  void copy_data(void* to, const void* from, size_t bytes) const override {
-    default_copy_data(to, from, bytes);
-  }
-
- private:
-  const std::shared_ptr<Engine> engine_;
-};
-
 }  // namespace
 
 at::Tensor Backend::allocate(int64_t size, const at::TensorOptions& options, bool for_bucket) {
@@ -1105,10 +1061,6 @@ at::Tensor Backend::allocateTensor(long size, at::TensorOptions options) {
   return at::view_as_real(tensor).reshape({-1});
 }
 
-std::shared_ptr<c10::Allocator> Backend::getMemAllocator() {
-  return std::make_shared<Allocator>(engine());
-}
-
 // ------------------------------------------------------------------ state and end
 
 void Backend::setTimeout(Milliseconds timeout) {
@@ -1118,14 +1070,6 @@ void Backend::setTimeout(Milliseconds timeout) {
 }
 
 c10d::ErrorType Backend::getError() { return open_->error(); }
-
-void Backend::registerOnCompletionHook(Engine::Hook&& hook) {
-  if (onCompletionHook_)
-    raise(arguments_.here() + "the process group has a completion hook already");
-  onCompletionHook_ = std::move(hook);
-  if (endpoint_ && !open_->engine()) return;
-  engine()->set_hook(onCompletionHook_);
-}
 
 void Backend::abort() {
   if (const auto engine = open_->engine()) engine->abort("called abort()");

@@ -200,7 +200,6 @@ class Backend final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}  // all ranks count from 0
   uint64_t getSequenceNumberForGroup() override { return engine()->seq(); }
   c10d::ErrorType getError() override;
-  void registerOnCompletionHook(Engine::Hook&& hook) override;
 #if PYCOMM_TORCH(2, 14)
   void registerAbortHook(int64_t id, c10d::AbortHook hook) override {
     check_not_ended();
@@ -217,10 +216,6 @@ class Backend final : public c10d::Backend {
   }
   void unregisterCompletionHook(int64_t id) override { hooks_->completion.remove(id); }
 #endif
-  void waitForPendingWorks() override {
-    with_python_errors([this] { engine()->settle_all(); });
-  }
-  void enableCollectivesTiming() override { engine()->time_operations(); }
 
   /// Allocates memory that peers on this host reach in place: collectives on it copy nothing.
   at::Tensor allocate(int64_t size, const at::TensorOptions& options, bool for_bucket = false);
@@ -229,7 +224,6 @@ class Backend final : public c10d::Backend {
   at::Tensor allocateTensor(long size, at::TensorOptions options) override;
   /// Torch passes the index of a device only; the CPU has none.
   bool supportsTensorAlloc(c10::DeviceIndex index) override { return index < 0; }
-  std::shared_ptr<c10::Allocator> getMemAllocator() override;
 
   /// Ends all operations on all ranks. Any thread, any time, more than once.
   void abort() override;

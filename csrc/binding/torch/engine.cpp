@@ -302,7 +302,6 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs,
     auto work = make_work<DeviceWork>(false, call, std::move(outputs), lane.deliver_stream(), true,
                                       device_options_.blocking_wait);
     work->set_check([route] { route->check(); });
-    work->start();
     lane.begin(/*delivers=*/true);
     lane.keep(used, lane.deliver_stream());
     {
@@ -314,7 +313,6 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs,
     if (!captured) route->set_last(tag, work->delivered());
     work->promise();
     work->complete();
-    work->stop();
     report(*work);
     return work;
   });
@@ -330,21 +328,7 @@ std::shared_ptr<Communicator::Request> Engine::request(const Call& call, const F
 
 WorkPtr Engine::keep(intrusive_ptr<PeerWork> work, Communicator::Request& request) {
   work->set_engine(weak_from_this());
-  work->start();
-  std::shared_ptr<KeptWork> kept(new KeptWork{work});
-  Posted posted{kept, {}};
-  if (timed_ || work->copies()) posted.reported = work->expect_report();
-  const auto ended = [](const Posted& earlier) {
-    return earlier.kept.expired() &&
-           (!earlier.reported.valid() ||
-            earlier.reported.wait_for(Milliseconds(0)) == std::future_status::ready);
-  };
-  {
-    const std::lock_guard<std::mutex> lock(posted_mutex_);
-    posted_.erase(std::remove_if(posted_.begin(), posted_.end(), ended), posted_.end());
-    posted_.push_back(std::move(posted));
-  }
-  request.keep(std::move(kept));
+  request.keep(std::shared_ptr<KeptWork>(new KeptWork{work}));
   return work;
 }
 
@@ -408,35 +392,17 @@ void Engine::deliver_peer(const Mirror& mirror, c10::Event& done) {
 
 void Engine::settle_later(intrusive_ptr<PeerWork> work) {
   {
-    const std::lock_guard<std::mutex> lock(posted_mutex_);
+    const std::lock_guard<std::mutex> lock(wanted_mutex_);
     wanted_.push_back(work);
   }
   peer_waiter_.submit([self = shared_from_this(), work = std::move(work)] {
     work->settle();
-    const std::lock_guard<std::mutex> lock(self->posted_mutex_);
+    const std::lock_guard<std::mutex> lock(self->wanted_mutex_);
     self->wanted_.erase(std::find(self->wanted_.begin(), self->wanted_.end(), work));
   });
 }
 
 // ------------------------------------------------------------------ the end
-
-void Engine::settle_all() {
-  drain();
-  std::vector<intrusive_ptr<PeerWork>> posted;
-  std::vector<std::shared_future<void>> reports;
-  {
-    const std::lock_guard<std::mutex> lock(posted_mutex_);
-    for (const auto& each : posted_) {
-      if (const auto kept = each.kept.lock()) posted.push_back(kept->work);
-      if (each.reported.valid()) reports.push_back(each.reported);
-    }
-  }
-  for (const auto& work : posted) work->wait_until_settled();
-  // A work is complete before its hook is called, and its request before data are copied, perhaps
-  // by a thread that still is about to.
-  if (InHook::depth() == 0)
-    for (const auto& report : reports) report.wait();
-}
 
 std::exception_ptr Engine::finish() {
   std::exception_ptr interrupted;
@@ -452,7 +418,7 @@ std::exception_ptr Engine::finish() {
   run_out(queue_);
   bool unanswered;
   {
-    const std::lock_guard<std::mutex> lock(posted_mutex_);
+    const std::lock_guard<std::mutex> lock(wanted_mutex_);
     unanswered = !leaving_.idle() || std::any_of(wanted_.begin(), wanted_.end(),
                                                  [](auto& work) { return !work->done(); });
   }

@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <atomic>
-#include <future>
 #include <map>
 #include <mutex>
 
@@ -33,17 +32,6 @@ struct GroupHooks {
 /// another thread cannot destroy it.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
-  using Hook = std::function<void(std::shared_ptr<c10d::WorkInfo>)>;
-  /// Marks a thread that may be in a hook or a callback, which must not wait for its own end.
-  struct InHook {
-    InHook() { depth()++; }
-    ~InHook() { depth()--; }
-    static int& depth() {
-      thread_local int depth = 0;
-      return depth;
-    }
-  };
-
   Engine(const std::shared_ptr<Store>& store, int rank, int size,
          const CommunicatorOptions& options, DeviceOptions device_options,
          std::shared_ptr<const GroupHooks> hooks)
@@ -158,7 +146,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Completes the work on a separate thread when its request is done.
   void settle_later(intrusive_ptr<PeerWork> work);
 
-  // Completion and timing.
+  // Completion.
 
   /// Keeps the kind of an error for getError(), and calls the hooks that wait for one.
   void note(const std::exception_ptr& error) {
@@ -166,25 +154,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
     call_abort_hooks();
   }
   void set_timeout(Milliseconds timeout);
-  void time_operations() { timed_ = true; }
-  /// Sets `hook`, which is called after every operation, by the thread that ran it. Must be called
-  /// before the first operation.
-  void set_hook(Hook hook) {
-    hook_ = std::move(hook);
-    timed_ = true;
-  }
+  /// Calls the hooks that are called after every operation, on the thread that ran it.
   void report(const Work& work) noexcept {
-    const InHook in_hook;
-    try {
-      // An operation that began before there was a hook was not timed, and may end while one is
-      // set.
-      if (work.is_timed() && hook_) hook_(work.info());
+    static_cast<void>(work);
 #if PYCOMM_TORCH(2, 15)
-      if (hooks_->completion.any() && work.isSuccess()) hooks_->completion.call(completion(work));
-#endif
+    try {
+      c10d::CompletionHookArgs args;
+      args.completionKey = work.getCompletionKey();
+      if (hooks_->completion.any() && work.isSuccess()) hooks_->completion.call(args);
     } catch (const std::exception& e) {
       warn_of_hook(e.what());
     }
+#endif
   }
   /// Calls the hooks that are called before a group is aborted, and when it has failed. As torch
   /// says, a failure may call them more than once.
@@ -236,8 +217,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void drain() {
     if (!queue_.inside()) ending_if_interrupted([&] { queue_.run([] {}); });
   }
-  /// Waits for the collectives, and for every send and receive.
-  void settle_all();
   /// Finishes the collectives. Sends and receives are given up: a peer may never answer them.
   /// Returns Interrupted if a signal came, after which the group was aborted, or null.
   std::exception_ptr finish();
@@ -258,12 +237,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
     constexpr Milliseconds kForever = std::chrono::hours(24 * 365);  // operations have their own
     return Deadline::after(timeout.count() > 0 ? timeout : kForever);
   }
-  /// Runs `op`, timed if asked.
+  /// Runs `op`.
   template <typename F>
   void perform(Work& work, const F& op) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const bool timed = timed_;
-    if (timed) work.start();
     comm_.resume(work.noted());
     try {
       op(comm_);
@@ -271,10 +248,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     } catch (...) {
       comm_.resume(0);
       note(std::current_exception());
-      if (timed) work.stop();
       throw;
     }
-    if (timed) work.stop();
   }
 
   /// Returns the lane. Sends and receives have streams of their own, so that they wait for no
@@ -286,19 +261,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// caller drops it. (A weak reference of torch's would keep the work's memory.)
   struct KeptWork {
     intrusive_ptr<PeerWork> work;
-    /// A hook is called for every operation, and data get into their tensor, also if no caller
-    /// waits for the work.
+    /// Data get into their tensor also if no caller waits for the work.
     ~KeptWork() {
       const auto engine = work->engine();
-      if (engine && (engine->timed_ || work->copies())) work->settle();
+      if (engine && work->copies()) work->settle();
       if (engine && work->on_device()) engine->dispose(std::move(work));
     }
   };
   WorkPtr keep(intrusive_ptr<PeerWork> work, Communicator::Request& request);
-  struct Posted {
-    std::weak_ptr<KeptWork> kept;
-    std::shared_future<void> reported;  ///< valid if a hook or a copy follows its request
-  };
   void warn_of_hook(const std::string& what) noexcept;
   /// Orders the lane after deliveries of earlier operations whose output this operation may read
   /// without a wait in between.
@@ -326,8 +296,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   std::mutex children_mutex_;
   std::map<std::pair<std::string, std::vector<int>>, int64_t> children_;
-  std::mutex posted_mutex_;
-  std::vector<Posted> posted_;                   ///< some may be done already
+  std::mutex wanted_mutex_;
   std::vector<intrusive_ptr<PeerWork>> wanted_;  ///< peer_waiter_ waits for these
 
   Communicator comm_;
@@ -355,17 +324,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   PeerWatch watch_;  ///< of the ranks with which there are routes
   std::atomic<uint64_t> seq_{0}, peer_seq_{0};
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
-  std::atomic<bool> timed_{false};
-  Hook hook_;
   std::atomic<bool> hook_failed_{false};
-#if PYCOMM_TORCH(2, 15)
-  static c10d::CompletionHookArgs completion(const Work& work) {
-    c10d::CompletionHookArgs args;
-    args.completionKey = work.getCompletionKey();
-    if (work.is_timed()) args.duration_ms = work.getDuration();
-    return args;
-  }
-#endif
 
   Queue disposal_;     ///< destroys what operations on devices leave behind
   Queue leaving_;      ///< posts sends when they have left their device

@@ -175,6 +175,8 @@ class Flat {
  public:
   explicit Flat(const at::Tensor& t)
       : tensor_(t), flat_(is_flat(t) ? t : t.resolve_conj().resolve_neg().contiguous()) {}
+  /// The values are of this dtype.
+  Flat(const at::Tensor& t, at::ScalarType type) : Flat(t) { flat_ = flat_.to(type); }
 
   const void* in() const { return flat_.const_data_ptr(); }
   void* out() const { return flat_.mutable_data_ptr(); }

@@ -70,14 +70,9 @@ void PeerWork::settle() {
     if (engine) engine->note(error);
   }
   flat_.reset();
-  stop();
   if (error && InterpreterEnd::has_begun()) return;  // threads that wait in torch stay there
-  {
-    const Engine::InHook in_callback;
-    end(error);
-  }
+  end(error);
   if (engine) engine->report(*this);
-  if (reported_) reported_->set_value();
   if (interrupted) std::rethrow_exception(interrupted);
 }
 

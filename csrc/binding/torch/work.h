@@ -3,7 +3,6 @@
 #include <ATen/record_function.h>
 
 #include <atomic>
-#include <future>
 #include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
@@ -17,7 +16,6 @@ namespace pycomm::torch_binding {
 
 using WorkPtr = intrusive_ptr<c10d::Work>;
 using Future = c10::ivalue::Future;
-using Clock = std::chrono::steady_clock;
 
 class Engine;  // torch/engine.h
 
@@ -86,10 +84,6 @@ class Work : public c10d::Work {
   /// Returns null if the engine is gone.
   std::shared_ptr<Engine> engine() const { return engine_.lock(); }
 
-  void start() { started_at_ = Clock::now(); }
-  void stop() { completed_at_ = Clock::now(); }
-  bool is_timed() const { return completed_at_ != Clock::time_point(); }
-
   void complete() {
     if (!future_) return finish();
     future_->markCompleted(value_);
@@ -156,17 +150,6 @@ class Work : public c10d::Work {
   /// Returns a number that no other work of this process ever has.
   uint64_t getCompletionKey() const override { return key_; }
 #endif
-  /// Returns milliseconds from the start of the operation itself to its end, without the time in
-  /// the queue.
-  float getDuration() const override {
-    if (!is_timed())
-      raise(describe() + " was not timed; call _enable_collectives_timing() on its group first");
-    return std::chrono::duration<float, std::milli>(completed_at_ - started_at_).count();
-  }
-  std::shared_ptr<c10d::WorkInfo> info() const {
-    return std::make_shared<c10d::WorkInfo>(opType_, seq_, started_at_, completed_at_,
-                                            completed_at_ - started_at_);
-  }
 
   /// Its number in the trace.
   void set_noted(uint64_t noted) { noted_ = noted; }
@@ -250,7 +233,6 @@ class Work : public c10d::Work {
   bool finite_ = false, late_ = false;
   c10::IValue value_;
   intrusive_ptr<Future> future_;
-  Clock::time_point started_at_, completed_at_;
 };
 
 /// A posted send or receive. The thread that waits for it completes it.
@@ -282,18 +264,6 @@ class PeerWork : public Work {
 
   /// Waits for the request and completes the work, unless another thread does that already.
   void settle();
-  /// Returns what is ready when the hooks have been called for this work, or never will be. Called
-  /// before another thread can settle it.
-  std::shared_future<void> expect_report() {
-    reported_.emplace();
-    return reported_->get_future().share();
-  }
-  /// Settles the work, or waits for the thread that does. An error is the work's. Throws
-  /// Interrupted.
-  void wait_until_settled() {
-    settle();
-    wait_for(*Work::ended());
-  }
 
  protected:
   intrusive_ptr<Future> ended() override;
@@ -305,7 +275,6 @@ class PeerWork : public Work {
   std::optional<Flat> flat_;  ///< until it is settled
   std::shared_ptr<Communicator::Request> request_;
   std::atomic<bool> settled_{false};  ///< true also while a thread is about to
-  std::optional<std::promise<void>> reported_;
 };
 
 /// Several operations that are waited for as one.

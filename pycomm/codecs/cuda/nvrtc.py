@@ -32,16 +32,10 @@ def encode(codec: Codec, args: EncodeArgs) -> None:
     launch(encode_launches(codec, args, scratch), args.x.device)
 
 
-def decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """Store the decoded payload in ``out``."""
+def decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+    """Store the decoded payload in ``out``, or add it to ``out``."""
     scratch = make_scratch(codec, out)
-    launch(decode_launches(codec, payload, out, scratch, add=False), out.device)
-
-
-def decode_add(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
-    """Add the decoded payload to ``out``."""
-    scratch = make_scratch(codec, out)
-    launch(decode_launches(codec, payload, out, scratch, add=True), out.device)
+    launch(decode_launches(codec, payload, out, scratch, add=add), out.device)
 
 
 def launch(launches: list[Launch], device: torch.device) -> None:

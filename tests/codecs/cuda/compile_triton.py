@@ -59,8 +59,8 @@ def calls(spec: str) -> Iterator[tuple[str, Any]]:
     feedback = EncodeArgs(x, payload, residual, residual, KEY, 0)
     yield "encode", lambda: run.encode(codec, plain)
     yield "encode_feedback", lambda: run.encode(codec, feedback)
-    yield "decode", lambda: run.decode(codec, payload, x)
-    yield "decode_add", lambda: run.decode_add(codec, payload, x)
+    yield "decode", lambda: run.decode(codec, payload, x, add=False)
+    yield "decode_add", lambda: run.decode(codec, payload, x, add=True)
 
 
 def conversions() -> Iterator[tuple[str, Any]]:

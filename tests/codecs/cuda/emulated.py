@@ -56,15 +56,7 @@ def encode(codec: Codec, args: EncodeArgs) -> None:
         run(encode_launches(codec, args, scratch), all_kernels())
 
 
-def decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
-    _decode(codec, payload, out, add=False)
-
-
-def decode_add(codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
-    _decode(codec, payload, out, add=True)
-
-
-def _decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+def decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
     with guarded(codec.native.scratch_bytes(out.numel())) as scratch:
         run(decode_launches(codec, payload, out, scratch, add=add), all_kernels())
 

@@ -7,7 +7,6 @@ import shutil
 
 import pytest
 
-from tests.codecs.cuda.known import Thread
 from tests.codecs.cuda.ptx import ARCHS, cuobjdump
 from tests.codecs.cuda.sass import CALLS, Kernel, budgets, calls, counted, summary
 
@@ -77,41 +76,6 @@ def test_the_arguments_of_a_call_decide_branches(flag, length):
     """What a loaded value decides is open: the longer way of the branch at 0x70 is counted."""
     arguments = None if flag is None else bytes(8) + flag.to_bytes(8, "little")
     assert Kernel(DECIDED, arguments).longest({}) == (length, 0)
-
-
-@pytest.mark.parametrize(
-    ("operation", "operands", "written"),
-    [
-        ("IADD3", "R9, P0, R1, -R2, RZ", {"R9": 3, "P0": 1}),
-        ("IADD3", "R9, P0, R2, -R1, RZ", {"R9": 2**32 - 3, "P0": 0}),
-        ("IADD3", "R9, P0, PT, R3, R1, RZ", {"R9": 4, "P0": 1}),
-        ("IMAD.X", "R9, R2, 0x1, ~R1, P1", {"R9": 2**32 - 3}),
-        ("IMAD.WIDE.U32", "R8, R3, 0x10, R4", {"R8": 2**32 - 16 + 7, "R9": 15}),
-        ("LOP3.LUT", "P0, RZ, R1, 0x2, RZ, 0xc0, !PT", {"P0": 0}),
-        ("LOP3.LUT", "R9, R1, 0x2, R2, 0xfe, !PT", {"R9": 7}),
-        ("SHF.R.U64", "R9, R4, 0x1, R1", {"R9": 2**31 + 3}),
-        ("SHF.R.U32.HI", "R9, RZ, 0x1, R3", {"R9": 2**31 - 1}),
-        ("PRMT", "R9, R3, 0x4410, R1", {"R9": 0x0505FFFF}),
-        ("SEL", "R9, R1, R2, !P1", {"R9": 2}),
-        ("HFMA2.MMA", "R9, -RZ, RZ, 1.0009765625, 3.075599670410156e-05", {"R9": 0x3C010204}),
-        ("HFMA2", "R9, R2, RZ, 0, 0", {"R9": None}),
-        ("ISETP.GT.U32.AND.EX", "P0, PT, R1, R1, PT, P1", {"P0": 1}),
-        ("ISETP.GT.U32.AND.EX", "P0, PT, R1, R2, PT, !P1", {"P0": 1}),
-        ("PLOP3.LUT", "P0, PT, PT, PT, P1, 0x80, 0x8", {"P0": 1}),
-        ("ISETP.LT.U32.AND", "P0, PT, R3, 0x20, PT", {"P0": 0}),
-        ("ISETP.LT.AND", "P0, PT, R3, 0x20, PT", {"P0": 1}),
-        ("ISETP.LT.U32.AND", "P0, PT, R6, 0x1f, PT", {}),
-        ("LOP3.LUT", "R9, R6, R5, RZ, 0xc0, !PT", {"R9": 0}),
-        ("FADD", "R1, R1, R2", {"R1": None}),
-        ("LDG.E.64", "R1, desc[UR8][R4.64]", {"R1": None, "R2": None}),
-        ("MOV", "R9, R7", {}),
-    ],
-)
-def test_instructions_have_their_meaning(operation, operands, written):
-    state = {"R1": 5, "R2": 2, "R3": 2**32 - 1, "R4": 7, "R5": 0, "P1": 1}
-    wanted = {name: n for name, n in (state | written).items() if n is not None}
-    Thread(b"", 0).run(state, "", operation, operands)
-    assert state == wanted
 
 
 @pytest.mark.parametrize("arch", sorted({row.arch for row in budgets()} & set(ARCHS)))

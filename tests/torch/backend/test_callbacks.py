@@ -1,4 +1,4 @@
-"""Callbacks and hooks: their exceptions are kept apart, and they may wait for later operations."""
+"""Callbacks: their exceptions are kept apart, and they may wait for later operations."""
 
 from __future__ import annotations
 
@@ -19,49 +19,6 @@ from tests.torch.harness import check_sum
 from tests.torch.pool import on_ranks
 
 # ------------------------------------------------------------------ raising
-
-
-@on_ranks(2)
-def test_a_hook_that_raises_hurts_no_operation(rank, size):
-    group: Any = dist.group.WORLD
-    calls = []
-
-    def hook(info):
-        calls.append(info)
-        raise ValueError("a mistake in this hook")
-
-    group._register_on_completion_hook(hook)
-    for asynchronous in (False, True):
-        x = torch.full((3,), float(rank))
-        work = dist.all_reduce(x, async_op=asynchronous)
-        if asynchronous:
-            work.wait()
-        assert x.tolist() == [1.0] * 3
-    x = torch.full((3,), float(rank))
-    (dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)).wait()
-    assert x.tolist() == [0.0] * 3
-    group._wait_for_pending_works()
-    check_sum()
-    assert len(calls) == 5  # check_sum takes two
-
-
-@on_ranks(2)
-def test_a_hook_hears_of_a_send_that_nobody_waits_for(rank, size):
-    group: Any = dist.group.WORLD
-    seen: list[Any] = []
-    heard = threading.Event()
-
-    def hook(info):
-        seen.append(info.op_type)
-        heard.set()
-
-    group._register_on_completion_hook(hook)
-    if rank == 0:
-        dist.isend(torch.ones(300_000), 1)  # the work has no other reference
-    else:
-        dist.recv(torch.empty(300_000), 0)
-    assert heard.wait(20)
-    assert len(seen) == 1
 
 
 @on_ranks(2)

@@ -1,4 +1,4 @@
-"""Process groups: barriers that name ranks, timeouts, hooks, subgroups, shutdown, far stores."""
+"""Process groups: barriers that name ranks, timeouts, subgroups, shutdown, far stores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -137,33 +136,11 @@ def test_a_group_without_time_is_refused(rank, size, store):
             dist.destroy_process_group()
 
 
-# ------------------------------------------------------------------ hooks, timing, state
+# ------------------------------------------------------------------ state
 
 
 @on_ranks(2)
-def test_pending_works_include_hooks(rank, size):
-    group = dist.group.WORLD
-    seen: list[Any] = []
-
-    def hook(info: Any) -> None:
-        time.sleep(0.2)  # the operation is complete meanwhile
-        seen.append(info.op_type)
-        group._wait_for_pending_works()  # does not wait for itself
-
-    group._register_on_completion_hook(hook)
-    x = torch.ones(100)
-    for _ in range(3):
-        request = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
-        if rank == 0:
-            request.wait()
-        else:
-            time.sleep(0.05)  # the group's thread has begun with the hook
-        group._wait_for_pending_works()
-    assert len(seen) == 3, seen
-
-
-@on_ranks(2)
-def test_pending_works_include_receives_that_were_dropped(rank, size):
+def test_dropped_receives_get_their_data(rank, size):
     grid = torch.zeros(3, 40)
     for column in range(40):
         if rank == 0:
@@ -171,40 +148,15 @@ def test_pending_works_include_receives_that_were_dropped(rank, size):
         else:
             dist.irecv(grid[:, column], 0)  # nobody has the handle
     dist.barrier()
-    dist.group.WORLD._wait_for_pending_works()
-    assert rank == 0 or grid.tolist() == [[1.0 + column for column in range(40)]] * 3
-
-
-@on_ranks(2)
-def test_completion_hook_sees_every_operation(rank, size):
-    group = dist.group.WORLD
-    work = group.allreduce([torch.ones(1)])
-    work.wait()
-    with pytest.raises(RuntimeError, match="not timed"):
-        work._get_duration()
-    seen: list[Any] = []
-    group._register_on_completion_hook(seen.append)
-    assert group._has_hooks()
-    with pytest.raises(RuntimeError, match="has a completion hook already"):
-        group._register_on_completion_hook(seen.append)
-    x = torch.ones(200_000)  # takes longer than a microsecond, the unit of durations
-    dist.all_reduce(x)
-    dist.broadcast(x.clone(), 0, async_op=True)
-    request = dist.isend(x, 1) if rank == 0 else dist.irecv(x, 0)
-    group._wait_for_pending_works()
-    assert request.is_completed()
-    found = {str(info.op_type).removeprefix("OpType."): info.seq for info in seen}
-    # Point to point is counted separately, and may end before a collective that was issued earlier.
-    assert found == {"ALLREDUCE": 2, "BROADCAST": 3, "SEND" if rank == 0 else "RECV": 1}, found
-    assert len(seen) == 3
-    for info in seen:
-        assert timedelta(0) < info.active_duration < seconds(20)
-        assert info.time_finished - info.time_started >= timedelta(0)
+    want = [[1.0 + column for column in range(40)]] * 3
+    end = time.monotonic() + 20
+    while rank == 1 and grid.tolist() != want:  # a thread of the group may still be about to copy
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 @on_ranks(2)
 def test_work_tells_all_about_itself(rank, size):
-    dist.group.WORLD._enable_collectives_timing()
     x = torch.ones(3)
     for asynchronous in (False, True):
         options = dist.AllreduceOptions()
@@ -217,7 +169,6 @@ def test_work_tells_all_about_itself(rank, size):
         assert work.is_completed()
         assert work.is_success()
         assert work.exception() is None
-        assert 0 < work._get_duration() < 20000
         assert work.result()[0] is x
     assert backend.find()._get_sequence_number_for_group() == 2
 
@@ -304,20 +255,12 @@ def test_merge_remote_group(rank, size):
 
 
 @on_ranks(3)
-@pytest.mark.parametrize("how", ["healthy", "abort", "after an error"])
-def test_shrink_group(rank, size, how):
+def test_shrink_group(rank, size):
+    """Without an error before, and without SHRINK_ABORT; elastic/test_members.py has both."""
     if rank == 1:
-        if how == "after an error":
-            dist.group.WORLD.abort()
-        else:
-            time.sleep(0.5)
+        time.sleep(0.5)
         return
-    if how == "after an error":
-        with pytest.raises(pycomm.Error, match="rank 1"):
-            dist.all_reduce(torch.ones(1))
-        assert backend.find().get_error() != ErrorType.SUCCESS
-    flags = dist.distributed_c10d.SHRINK_ABORT if how == "abort" else 0
-    group = dist.shrink_group([1], shrink_flags=flags)
+    group = dist.shrink_group([1])
     assert (dist.get_world_size(), dist.get_rank()) == (2, rank // 2)
     assert dist.get_process_group_ranks(group) == [0, 2]
     assert backend.find().options.global_ranks_in_group == [0, 2]
@@ -343,29 +286,6 @@ def test_shrink_a_subgroup(rank, size):
 
 
 @on_ranks(2)
-def test_abort_and_shutdown_from_several_threads(rank, size):
-    group = dist.group.WORLD
-    work = dist.all_reduce(torch.ones(10), async_op=True) if rank == 0 else None
-    start = time.monotonic()
-    threads = [threading.Thread(target=end) for end in (group.abort, group.abort, group.shutdown)]
-    if rank == 0:
-        time.sleep(0.2)
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        with pytest.raises(pycomm.Error, match="abort"):
-            work.wait()
-        group.abort()  # without effect after the end
-        group.shutdown()
-        assert time.monotonic() - start < 5
-        with pytest.raises(RuntimeError, match="shut down"):
-            dist.barrier()
-    else:
-        time.sleep(1)
-
-
-@on_ranks(2)
 def test_shutdown_inside_a_callback(rank, size):
     """The last operation's callback ends the group on the group's own thread."""
     group = dist.new_group()
@@ -387,33 +307,6 @@ def test_receive_that_outlives_its_group_is_an_error(rank, size):
     dist.barrier()
 
 
-# ------------------------------------------------------------------------ encryption
-
-
-ENCRYPTED = """
-import sys
-import torch
-import torch.distributed as dist
-
-rank = int(sys.argv[1])
-store = dist.FileStore(sys.argv[2], 2)
-dist.init_process_group("pycomm", store=store, rank=rank, world_size=2)
-x = torch.arange(100_000.0)
-dist.all_reduce(x)
-assert torch.equal(x, 2 * torch.arange(100_000.0))
-print(dist.group.WORLD._get_backend(torch.device("cpu")).describe())
-dist.destroy_process_group()
-"""
-
-
-def test_pycomm_tls_encrypts_what_torch_sends(tmp_path):
-    variables = {"PYCOMM_TLS": "on", "PYCOMM_TRANSPORT": "tcp"}
-    words = [str(tmp_path / "store")]
-    for rank in run_ranks("-c", ENCRYPTED, words=words, variables=variables, autoload=True):
-        assert "TLS 1.3" in rank.stdout, rank.stderr
-        assert rank.returncode == 0
-
-
 # --------------------------------------------------------------------------------------- far stores
 # Groups with a remote store: a round trip to it takes longer than the steps of a wait.
 
@@ -429,11 +322,9 @@ class FarStore(Proxy):
         self.server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         super().__init__(("127.0.0.1", self.server.port))
         self.port = self.address[1]
-        self.messages: list[int] = []  # requests and answers of all clients together
         self.tap = partial(self._late, round_trip / 2)
 
     def _late(self, delay: float, data: bytes) -> bytes:
-        self.messages.append(len(data))
         time.sleep(delay)
         return data
 
@@ -471,16 +362,6 @@ def check_groups(rank: int, size: int, _, port: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_groups_are_made(pool, port, transport):
     pool.run(check_groups, port, transport, ranks=3, backend=None)
-
-
-def test_a_group_takes_few_round_trips(pool):
-    """Earlier, each of 2 ranks made 22 requests for a group and 14 for the next one."""
-    far = FarStore(0.1)
-    pool.run(check_groups, far.port, "tcp", ranks=2, backend=None)
-    # Each of the two groups takes a rank two waits, and connecting to the store takes two steps.
-    # Ranks that do not arrive at the same time poll again.
-    assert len(far.messages) <= 2 * 2 * 24
-    far.close()
 
 
 LATE = """

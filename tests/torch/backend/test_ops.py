@@ -16,13 +16,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import backend
 from pycomm.policy import Policy
-from tests.arithmetic import KINDS, arithmetic
 from tests.extent import each_value
 from tests.torch.fsdp.test_compress import chosen, gradients
 from tests.torch.fsdp.test_compress import reduced as of_codec
@@ -294,16 +291,6 @@ def test_async_operations_run_and_complete_in_order(rank, size):
     assert all(work.is_completed() and work.is_success() for work in works)
     same(x, torch.full((10,), float(sum(range(1, size + 1)))))
 
-    # A callback starts a collective, which must not wait for the callback's own thread.
-    def chain(future: torch.futures.Future) -> torch.Tensor:
-        y = future.value()[0]
-        dist.all_reduce(y)
-        return y
-
-    x = torch.ones(5)
-    dist.all_reduce(x, async_op=True).get_future().then(chain).wait()
-    same(x, torch.full((5,), float(size * size)))
-
     # The tensor and the work have no other references.
     for _ in range(20):
         dist.all_reduce(torch.ones(10000), async_op=True)
@@ -440,20 +427,6 @@ def test_sparse_all_reduce_of_other_shapes(rank, size):
     dist.barrier()  # all ranks found the error alike: the group is still usable
 
 
-@on_both(2)
-def test_ddp_trains_a_sparse_embedding(rank, size):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(20, 4, sparse=True), nn.Linear(4, 1))
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        ddp(torch.tensor([rank, step, 7 * rank + 3])).sum().backward()
-        assert model[0].weight.grad.is_sparse
-        optimizer.step()
-    return [p.detach() for p in model.parameters()]
-
-
 @on_ranks()
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_batches_of_sends_and_receives_are_one_work(rank, size):
@@ -563,28 +536,3 @@ def test_gradients_with_codecs_have_factors_of_their_own(rank, size):
     assert state.step == 1  # the gradients have gone through the codec
     want = sum(gradients(r, 0)["big"] / factors[r] for r in range(size))
     torch.testing.assert_close(got, want)  # sums of two float32, with codecs in another order
-
-
-# ------------------------------------------------------------------ settings of the thread
-
-
-TINY = 1 << 20  # the bits of a denormal float32
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kind", KINDS)
-def test_sums(rank, size, kind):
-    """One rank waits at once, on its own thread; the other a moment later, on the queue's."""
-    dist.all_reduce(torch.ones(10), async_op=True).wait()
-    for numel in (10, 1000, 200_000):
-        for own_thread in (0, 1, 2):
-            x = torch.full((numel,), TINY, dtype=torch.int32).view(torch.float32)
-            y = torch.full((numel,), 1 + 3 * rank * 2.0**-24)
-            with arithmetic(kind):
-                for tensor in (x, y):
-                    if rank == own_thread or own_thread == 2:
-                        dist.all_reduce(tensor)
-                    else:
-                        dist.all_reduce(tensor, async_op=True).wait()
-            assert set(x.view(torch.int32).tolist()) == {2 * TINY}
-            assert set(y.tolist()) == {2.0 + 4 * 2.0**-24}

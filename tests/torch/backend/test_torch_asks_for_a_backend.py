@@ -13,7 +13,6 @@ import re
 import time
 import warnings
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -68,24 +67,6 @@ def test_monitored_barrier_serves_gloo_too(rank, size):
     dist.monitored_barrier(dist.new_group(backend="gloo"))
 
 
-@pytest.mark.skipif(find_spec("torch.distributed._dist2") is None, reason="gone in torch 2.14")
-@on_ranks(2)
-def test_dist2_makes_groups(rank, size):
-    from torch.distributed import _dist2
-
-    with pytest.MonkeyPatch.context() as patch:
-        store = c10d._get_default_store()
-        patch.setattr(_dist2, "rendezvous", lambda url: iter([(store, rank, size)]))
-        group = _dist2.new_group("pycomm", timedelta(seconds=20), "cpu")
-        another = _dist2.new_group("pycomm", timedelta(seconds=20), "cpu", transport="tcp")
-    for each in (group, another):
-        x = torch.ones(3)
-        each.allreduce(x).wait()
-        assert x.tolist() == [2.0] * 3
-        assert backend.find(each).size() == size  # type: ignore[union-attr]
-        each.shutdown()
-
-
 @on_ranks(2)
 def test_each_dimension_of_a_mesh_has_its_backend(rank, size):
     try:
@@ -98,16 +79,6 @@ def test_each_dimension_of_a_mesh_has_its_backend(rank, size):
     assert "tcp" in backend.find(mesh.get_group("a")).describe()  # type: ignore[union-attr]
     assert backend.find(mesh.get_group("b")) is None
     check_sum(mesh.get_group("a"))
-
-
-@on_ranks(2)
-def test_suspend_and_resume_are_refused(rank, size):
-    native: Any = backend.find()
-    for name in ("suspend", "resume"):
-        if hasattr(native, name):
-            with pytest.raises(RuntimeError, match=name):
-                getattr(native, name)()
-    check_sum()
 
 
 # ------------------------------------------------------------------ operations
@@ -294,59 +265,22 @@ def test_the_flight_recorder_tells_what_has_completed(rank, ranks):
 
 
 # -------------------------------------------------------------------------------------------- traps
-# Pitfalls of torch.distributed for third-party backends, one test each.
-#
-# Where a pitfall needs a GPU or concerns another project, a comment takes the place of its test.
+# Pitfalls of torch.distributed for third-party backends.
 
 
 def integers(rank: int, *shape: int) -> torch.Tensor:
     return ((torch.arange(torch.Size(shape).numel()) + rank) % 5).float().reshape(shape)
 
 
-def test_t1_devices_are_registered_by_their_names():
-    """A string would be read letter by letter."""
-    assert dist.Backend.backend_capability["pycomm"] == ["cpu", "cuda"]
-    for letter in "cpuda":
-        assert letter not in dist.Backend.default_device_backend_map
-
-
 @on_ranks(2)
-def test_t2_one_backend_serves_both_devices(rank, size):
+def test_one_backend_serves_both_devices(rank, size):
     """Torch has one slot for all backends that it does not know."""
     group = dist.group.WORLD
     assert group._get_backend(CPU) is group._get_backend(torch.device("cuda"))
 
 
 @on_ranks(2, backend=None)
-def test_t3_bare_and_qualified_names_work(rank, size, store):
-    for name, device in (("pycomm", CPU), ("cpu:pycomm", CPU)):
-        dist.init_process_group(name, store=store, rank=rank, world_size=size)
-        group = dist.group.WORLD
-        assert backend.find() is not None
-        assert group._get_backend(device).name() == "pycomm"
-        # Qualified by the device, torch before 2.15 leaves the group's own name undefined.
-        assert group.name() in (("custom",) if name == "pycomm" else ("custom", "undefined"))
-        x = torch.ones(3)
-        dist.all_reduce(x)
-        assert torch.equal(x, torch.full((3,), float(size)))
-        dist.destroy_process_group()
-
-
-# T5: device meshes of two dimensions, of which each has a backend: fsdp/test_compress.py.
-#
-# T6, T7: FSDP2 averages (AVG) and divides by a factor while it reduces (PREMUL_SUM), and DTensor
-# goes from one shard to another: fsdp/test_compress.py.
-#
-# T8: Accelerate on the CPU insists on "gloo", and the Trainer's command line has a list of names.
-# PYCOMM_TAKEOVER answers for these names: test_start.py.
-#
-# T9: Lightning takes the name as free text, and Accelerate's `comm_hook` is an enum: both are their
-# own interfaces. The promise on our side, register_comm_hook on the model, is in
-# test_ddp_compress.py.
-
-
-@on_ranks(2, backend=None)
-def test_t12_detailed_debugging_allows_compression(rank, size, store):
+def test_detailed_debugging_allows_compression(rank, size, store):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
         dist.init_process_group("pycomm", store=store, rank=rank, world_size=size)
@@ -384,7 +318,7 @@ def shared(t: torch.Tensor) -> bool:
 
 
 @on_ranks(2)
-def test_t13_fsdp2_takes_its_buffers_from_us(rank, size):
+def test_fsdp2_takes_its_buffers_from_us(rank, size):
     """This excludes set_custom_all_gather, by torch's own rule."""
     from torch.distributed.fsdp._fully_shard import _fsdp_collectives as collectives
 
@@ -424,7 +358,7 @@ def test_t13_fsdp2_takes_its_buffers_from_us(rank, size):
 
 
 @on_ranks(2)
-def test_t13_tensors_in_shared_memory(rank, size):
+def test_tensors_in_shared_memory(rank, size):
     native = backend.find()
     assert native.supports_tensor_alloc(CPU)
     assert not native.supports_tensor_alloc(torch.device("cuda:0"))
@@ -439,7 +373,7 @@ def test_t13_tensors_in_shared_memory(rank, size):
 
 
 @on_ranks(2)
-def test_t13_ddp_takes_its_buckets_from_us(rank, size):
+def test_ddp_takes_its_buckets_from_us(rank, size):
     """The all-reduce of a bucket then copies nothing."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Linear(512, 512), gradient_as_bucket_view=True)

@@ -47,13 +47,9 @@ class Kernels:
         scratch = make_scratch(codec, args.x)
         self.launch(encode_launches(codec, args, scratch), args.x.device)
 
-    def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
+    def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
         scratch = make_scratch(codec, out)
-        self.launch(decode_launches(codec, payload, out, scratch, add=False), out.device)
-
-    def decode_add(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor) -> None:
-        scratch = make_scratch(codec, out)
-        self.launch(decode_launches(codec, payload, out, scratch, add=True), out.device)
+        self.launch(decode_launches(codec, payload, out, scratch, add=add), out.device)
 
 
 @contextlib.contextmanager

@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -31,7 +30,6 @@ from pycomm.reduction import payloads, two_shot
 from pycomm.reduction.bucket import Agreed
 from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.paths import chosen
-from tests.soak.held import connections
 from tests.torch.device import fake_device
 from tests.torch.device.fake_device import GROUP
 from tests.torch.device.fake_device import NAME as FAKE
@@ -118,15 +116,11 @@ def check_all_fail(
 on_fakes = partial(fake_device.on_fakes, settles=True)
 
 
-def groups(
-    limit: float, transport: str = "auto", names: Iterable[str] = tuple(OPERATIONS)
-) -> dict[str, Any]:
+def groups(limit: float) -> dict[str, Any]:
     """Return a group for each operation, which has made it once."""
     made = {}
-    for name in names:
-        operation = OPERATIONS[name]
-        options = pycomm.Options(transport=transport)
-        group = dist.new_group(backend=GROUP, timeout=timedelta(seconds=limit), pg_options=options)
+    for name, operation in OPERATIONS.items():
+        group = dist.new_group(backend=GROUP, timeout=timedelta(seconds=limit))
         work, x = operation(group)
         work.wait()
         assert not is_spoiled(x)
@@ -205,26 +199,6 @@ def test_an_operation_that_another_thread_aborts_leaves_no_result(rank, ranks, w
     thread.start()
     check_all_fail(made, way)
     thread.join()
-
-
-def close_sockets() -> None:
-    """End this rank's TCP connections, and listen for no others: they cannot be resumed."""
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number, twin in connections():
-        with contextlib.suppress(OSError):  # one that listens
-            twin.shutdown(socket.SHUT_RDWR)
-        os.dup2(nothing, number)
-    os.close(nothing)
-
-
-@on_fakes("held")
-def test_an_operation_whose_connection_is_lost_leaves_no_result(rank, ranks):
-    made = groups(LIMIT, "tcp")
-    if rank == 1:
-        close_sockets()
-    dist.barrier()  # in shared memory
-    check_all_fail(made if rank == 0 else {}, "held")
-    dist.barrier()
 
 
 @on_fakes("held")

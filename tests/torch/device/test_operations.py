@@ -615,22 +615,3 @@ def test_compressed_collectives_need_peers(rank, ranks):
     assert chosen(bucket, dist.group.WORLD, "all_reduce", x).native is None
     with pytest.raises(Error, match="needs ranks that reach each other's memory"):
         native.compressed_all_reduce(x, bucket.native, bucket.sides, seed=1, step=1)
-
-
-@on_fakes()
-@pytest.mark.parametrize("way", ["held", "late"])
-def test_a_message_that_has_come_already_is_received_with_a_hook(rank, ranks):
-    """The receive is done when it is posted, and its hook is called at once."""
-    group: Any = dist.group.WORLD
-    group._set_default_backend(dist.ProcessGroup.BackendType.CUSTOM)  # which hooks go to
-    heard: list[Any] = []
-    group._register_on_completion_hook(heard.append)
-    if rank == 0:
-        dist.send(torch.ones(3), 1, tag=1)
-        dist.send(torch.ones(3), 1, tag=2)
-    else:
-        dist.recv(torch.zeros(3), 0, tag=2)  # by then the other has come, too
-        x = torch.zeros(3, device=FAKE)
-        dist.recv(x, 0, tag=1)
-        assert x.cpu().tolist() == [1.0] * 3
-    assert len(heard) == 2
