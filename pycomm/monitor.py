@@ -22,7 +22,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from pycomm import _C
-from pycomm.straggler.compare import Health, percent, totals
+from pycomm.straggler.compare import Health, lengths, percent, quantile
 from pycomm.straggler.monitor import found
 from pycomm.units import format_bytes, format_time
 
@@ -210,6 +210,9 @@ def text() -> str:
     return "\n".join(lines) or "this process compresses no model's gradients and has no group"
 
 
+_PARTS = ("waited_ns", "coded_ns")
+
+
 def _groups() -> Iterator[str]:
     """Return a report for each group of more than one rank, as lines of text."""
     compared = found()
@@ -218,14 +221,16 @@ def _groups() -> Iterator[str]:
         if len(ranks) < 2:
             continue
         yield f"group {trace['group']}: rank {ranks[trace['rank']]} of {len(ranks)}"
-        for t in totals(trace):
+        recorded = lengths(trace)
+        for sums in trace["totals"]:
             recent = ""
-            if t.median is not None and t.p99 is not None:
-                recent = f", {format_time(t.median)} at the median, {format_time(t.p99)} at p99"
-            waited, codec = (percent(part / (t.seconds or 1.0)) for part in (t.waited, t.codec))
+            if times := recorded.get(sums["op"]):
+                middle, most = (format_time(quantile(times, q)) for q in (0.5, 0.99))
+                recent = f", {middle} at the median, {most} at p99"
+            waited, codec = (percent(sums[part] / (sums["ns"] or 1)) for part in _PARTS)
             yield (
-                f"  {t.op}: {t.count} operations, {format_bytes(t.bytes)}{recent}; of that "
-                f"{waited} waiting for others, {codec} in codecs"
+                f"  {sums['op']}: {sums['count']} operations, {format_bytes(sums['bytes'])}"
+                f"{recent}; of that {waited} waiting for others, {codec} in codecs"
             )
         if health := compared.get((trace["group"], ranks)):
             yield from _health_lines(health)

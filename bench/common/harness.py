@@ -113,7 +113,7 @@ class Row:
         time: a collective.
         codec: one core; `algbw` counts float32 bytes, `copybw` is memcpy's in the same run and
             `of_copy` the ratio of the two.
-        loss: of `bench training`: one training. (total: of its first versions.)
+        loss: of `bench training`: one training.
         step: of `bench step`.
     """
 

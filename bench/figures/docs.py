@@ -24,7 +24,6 @@ from pycomm.bench.training.results import (
     RANKS,
     changes,
     demo_cells,
-    load,
     loss,
     pairs,
     steps_to_exact,
@@ -260,15 +259,15 @@ def paths() -> str:
 
 def write_all(claimed: Sequence[tables.Row]) -> None:
     """Write all tables; those of what docs claim has a row for each of these claims."""
-    rows = load(TRAINING)
+    rows = read_rows(TRAINING, Row)
     write(PAGE, "steps 25m", steps(rows, "25m"))  # a figure has the demo's
     write(PAGE, "losses demo", losses(rows, "demo"))  # others are sweeps of the demo's settings
-    write(PAGE, "losses SGD", losses(load(SGD), "demo"))
+    write(PAGE, "losses SGD", losses(read_rows(SGD, Row), "demo"))
     write(PAGE, "losses longer", longer_losses(rows))
-    write(PAGE, "losses local", local_losses(load(LOCAL)))
-    write(PAGE, "local shares", local_shares(load(LOCAL)))
+    write(PAGE, "losses local", local_losses(read_rows(LOCAL, Row)))
+    write(PAGE, "local shares", local_shares(read_rows(LOCAL, Row)))
     write(PAGE, "far links", far_links(LINKS))
-    write(PAGE, "suite", suite_losses(load(SUITE)))
+    write(PAGE, "suite", suite_losses(read_rows(SUITE, Row)))
     write(PAGE, "codecs", codecs(CODECS))
     write(DOCS / "bench.md", "claims", claims(claimed))
     write(DOCS / "peers.md", "peers", peers.markdown(tables.read(tables.RESULTS / "peers-cpu.csv")))

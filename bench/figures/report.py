@@ -76,15 +76,14 @@ def run(table: str, words: str, results: Path, log: Path) -> bool:
         return good
 
 
-def measure(chosen: Sequence[tuple[str, str]], results: Path, log: Path, dry: bool) -> bool:
-    """Run the commands, or print them; return whether all have succeeded."""
+def measure(chosen: Sequence[tuple[str, str]], results: Path, log: Path) -> bool:
+    """Run the commands; return whether all have succeeded."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     log.parent.mkdir(parents=True, exist_ok=True)
     good = True
     for number, (table, words) in enumerate(chosen, start=1):
         print(f"{number:>2}/{len(chosen)} {table}: python -m {spell(words)}", flush=True)
-        if not dry:
-            good &= run(table, words, results.resolve(), log.resolve())
+        good &= run(table, words, results.resolve(), log.resolve())
     return good
 
 
@@ -94,7 +93,6 @@ def main(argv: Sequence[str]) -> int:
     add("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
     add("--measure", action="store_true", help="repeat the measurements")
     add("--only", default="", help="of --measure: beginnings of tables' names, comma-separated")
-    add("--list", action="store_true", help="of --measure: print the commands")
     add("--log", type=Path, default=Path("build/bench.log"), help="what commands print")
     add("--tables", action="store_true", help="write the tables of docs")
     options = parser.parse_args(argv)
@@ -108,5 +106,5 @@ def main(argv: Sequence[str]) -> int:
         chosen = [one for one in commands() if one[0].startswith(names)]
         if not chosen:
             parser.error(f"no table begins with {options.only!r}")
-        return 0 if measure(chosen, options.results, options.log, options.list) else 1
+        return 0 if measure(chosen, options.results, options.log) else 1
     parser.error("say --measure or --tables; python -m pycomm.bench.plot draws the figures")

@@ -47,14 +47,6 @@ class Case:
     redop: str
     rank: int
     ranks: int
-    place: str = ""
-    """ "in": a rank's part of the larger buffer is the smaller one; "out": two buffers; "": as the
-    operation has it"""
-
-    @property
-    def in_place(self) -> bool:
-        """Whether the result goes into memory of the input."""
-        return self.op.in_place or self.place == "in"
 
     @property
     def itemsize(self) -> int:
@@ -74,7 +66,7 @@ class Case:
         return _C.ReduceOp.__members__[self.redop]
 
     def buffers(self, allocate: Callable[[int], Array] | None = None) -> tuple[Array, Array]:
-        """Return zeroed, resident input and output arrays; of one memory if it is in place."""
+        """Return zeroed, resident input and output arrays; one if it is in place."""
 
         def zeros(parts: int) -> Array:
             numel = parts * self.count
@@ -83,10 +75,6 @@ class Case:
             return array
 
         first, second = self.op.parts(self.ranks)
-        if self.place == "in" and not self.op.in_place:
-            whole = zeros(max(first, second))
-            part = self.part(whole, self.rank)
-            return (part, whole) if first < second else (whole, part)
         x = zeros(first)
         return (x, x) if self.op.in_place else (x, zeros(second))
 
@@ -142,8 +130,6 @@ class Operation:
     """makes a call from torch.distributed, group, case, input and output tensor"""
     in_place: bool = False
     """it has one buffer"""
-    in_part: bool = False
-    """the smaller of its two buffers may be this rank's part of the larger one"""
     reduces: bool = False
     root: int = -1
     to_root: bool = False

@@ -36,7 +36,6 @@ def columns(options: argparse.Namespace) -> list[Column]:
         Column("redop", 5),
         Column("backend", max(map(len, ["backend", *options.backend]))),
         Column("codec", max(map(len, ["codec", *options.codec]))),
-        Column("place", 5),
         Column("time_p50", 10, ".2f", "p50(us)"),
         Column("time_p99", 10, ".2f", "p99(us)"),
         *([Column("time_device", 9, ".2f", "GPU(us)")] if options.device == "cuda" else ()),
@@ -49,17 +48,6 @@ def columns(options: argparse.Namespace) -> list[Column]:
         Column("wire_bytes", 9, ".0f", "wire(B)"),
         Column("cpu_seconds", 8, ".2e", "cpu(s)"),
     ]
-
-
-def print_averages(report: Report) -> None:
-    """Print the mean of the bus bandwidths of each backend, codec and place, as nccl-tests do."""
-    rates: dict[str, list[float]] = {}
-    for row in report.rows:
-        if row.busbw is not None:
-            name = " ".join((row.backend, row.codec, f"{row.place}-place"))
-            rates.setdefault(name.replace("out-", "out-of-"), []).append(row.busbw)
-    for name, found in rates.items():
-        report.note(f"# Avg bus bandwidth of {name}: {sum(found) / len(found):.3f} GB/s")
 
 
 def rank_main(options: argparse.Namespace, rank: int, ranks: int) -> int:
@@ -80,7 +68,6 @@ def rank_main(options: argparse.Namespace, rank: int, ranks: int) -> int:
         member.close()
         return 0
     right = member.run(report)
-    print_averages(report)
     if rank == 0 and not right:
         print("WRONG: the column #wrong counts elements with a wrong value", file=sys.stderr)
     member.close()
@@ -122,9 +109,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("-o", "--op", dest="redops", type=kind, default="sum", metavar="REDOP", help=what)
     what = "ranks to start (2); -g as in nccl-tests, where each GPU has one"
     add("-p", "--ranks", "-g", "--ngpus", type=count, default=2, metavar="N", help=what)
-    what = "in, out or both: memory of the result of reduce_scatter and all_gather (out)"
-    kind = arguments.some_of("place", ("out", "in"))
-    add("--place", type=kind, default="out", metavar="PLACE,...", help=what)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the buffers are (cpu)")
     on_device = ", ".join(backends.ON_DEVICE)
     what = f"of {', '.join(backends.NAMES)}; they take turns (pycomm); on cuda of {on_device} (all)"

@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -153,17 +153,8 @@ class Rank:
                     case.op.name in backend.coded and case.dtype in coded.ROUNDING
                 ):
                     continue
-                for place in self.places(case):
-                    one = replace(case, place=place)
-                    found.append(Variant(backend, codec, self.specs[codec], one, lambda: None))
+                found.append(Variant(backend, codec, self.specs[codec], case, lambda: None))
         return found
-
-    def places(self, case: Case) -> list[str]:
-        """Return where results go, one or both of "out" and "in", as `--place` and the operation
-        say."""
-        if case.op.in_part:
-            return list(self.options.place)
-        return ["in" if case.op.in_place else "out"]
 
     def verify(self, variant: Variant) -> None:
         """Run once on values with a known result. Adds to `wrong`; with a codec, sets `err`."""
@@ -255,7 +246,7 @@ class Rank:
             type=case.dtype,
             redop="avg" if averages else case.redop,
             codec=variant.codec,
-            place=case.place,
+            place="in" if case.op.in_place else "out",
             iterations=len(variant.samples),
             time_p50=p50,
             time_p99=quantile(variant.samples, 0.99),

@@ -101,7 +101,6 @@ _LIST = (
     Operation(
         name="reduce_scatter",
         bus_factor=_shares,
-        in_part=True,
         parts=lambda ranks: (ranks, 1),
         expected=lambda case, inputs: case.part(case.reduced(inputs), case.rank),
         torch=lambda dist, group, case, x, y: partial(
@@ -113,7 +112,6 @@ _LIST = (
     Operation(
         name="all_gather",
         bus_factor=_shares,
-        in_part=True,
         parts=lambda ranks: (1, ranks),
         expected=_all,
         torch=lambda dist, group, case, x, y: partial(

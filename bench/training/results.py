@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from pycomm.bench.common.harness import Row, read_rows
+from pycomm.bench.common.harness import Row
 from pycomm.bench.common.tables import parse_curve
 from pycomm.bench.training.methods import METHODS, Method
 
@@ -123,8 +122,3 @@ def loss(row: Row) -> float:
 def curve_end(row: Row) -> float:
     """Return the curve's loss at the end of the schedule."""
     return parse_curve(row.curve)[row.steps or 0]
-
-
-def load(path: Path) -> list[Row]:
-    """Return the rows of a CSV that earlier runs have written, without the totals of the first."""
-    return [row for row in read_rows(path, Row) if row.kind != "total"]

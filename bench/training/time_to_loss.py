@@ -24,14 +24,14 @@ from typing import Any
 
 from pycomm.arguments import guess
 from pycomm.bench.common import arguments
-from pycomm.bench.common.harness import Row
+from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab import jobs
 from pycomm.bench.lab.base import Paced
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.training import optimizer, suite
 from pycomm.bench.training.methods import METHODS, Method
-from pycomm.bench.training.results import RANKS, describe, load
+from pycomm.bench.training.results import RANKS, describe
 from pycomm.bench.training.tasks import TASKS
 from pycomm.bench.training.train import FINAL_WINDOWS, MODELS, parameters, ranks_train
 
@@ -121,7 +121,7 @@ def main(argv: Sequence[str]) -> int:
     if options.only == "optimizer":
         return optimizer.run(options)
     try:
-        before = load(options.csv) if options.csv and options.csv.exists() else []
+        before = read_rows(options.csv, Row) if options.csv and options.csv.exists() else []
     except (KeyError, TypeError, ValueError) as error:
         where = f"--csv {options.csv} holds no rows of this benchmark"
         print(f"python -m pycomm.bench training: {where}: {error}", file=sys.stderr)

@@ -27,12 +27,6 @@ class Finding:
     where: str = ""
     """The ranks concerned, if not the reporting one."""
 
-    def __post_init__(self) -> None:
-        if self.level not in LEVELS:
-            raise ValueError(f"unknown level {self.level!r}: use one of {', '.join(LEVELS)}")
-        if self.level in ("warning", "problem") and not self.advice:
-            raise ValueError(f"a {self.level} must say what to do: {self.text}")
-
 
 @dataclass(frozen=True)
 class Topic:

@@ -43,8 +43,6 @@ class Candidate:
 
     name: str
     bytes: int
-    note: str = ""
-    """What else is to be known of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,18 +74,13 @@ class Auto:
     Args:
         candidates: candidates in any order, with payloads of different sizes.
         trial: options of the trials.
-        other: what needs another optimizer and so is not tried: the reason of a choice says what it
-            would win.
     """
 
-    def __init__(
-        self, candidates: Sequence[Candidate], trial: Trial, other: Candidate | None = None
-    ) -> None:
+    def __init__(self, candidates: Sequence[Candidate], trial: Trial) -> None:
         if not candidates:
             raise ValueError("auto: no candidate is accurate enough: give a larger error=")
         self.candidates = sorted(candidates, key=lambda c: c.bytes)
         self.trial = trial
-        self._other = other
         self.reason = TRYING
         self._at = 0
         """Index of the current candidate."""
@@ -234,25 +227,7 @@ class Auto:
         self._usual = None
         times = {i: median(blocks.values()) for i, blocks in enumerate(self._blocks) if blocks}
         measured = ", ".join(f"{self.candidates[i].name} {t:.3g} s" for i, t in times.items())
-        self.reason = f"auto, by time of a step: {measured}{self._of_other(times)}"
-
-    def _of_other(self, times: Mapping[int, float]) -> str:
-        """Return what the other candidate would win by its bytes, if it would win anything.
-
-        That is at most what bytes have cost so far, from the largest candidate to the chosen one:
-        a part of the exchange may be hidden behind the backward already.
-        """
-        largest = max(times)
-        mine, seconds = self.candidates[self._at], times[self._at]
-        if self._other is None or largest == self._at or self._other.bytes >= mine.bytes:
-            return ""
-        of_a_byte = (times[largest] - seconds) / (self.candidates[largest].bytes - mine.bytes)
-        least = max(0.0, seconds - of_a_byte * (mine.bytes - self._other.bytes))
-        if seconds <= (1 + _MARGIN) * least:
-            return ""
-        saved = f"{self._other.bytes / 1e6:.3g} instead of {mine.bytes / 1e6:.3g} MB"
-        note = f" ({self._other.note})" if self._other.note else ""
-        return f"; {self._other.name} would send {saved}, in at least {least:.3g} s a step{note}"
+        self.reason = f"auto, by time of a step: {measured}"
 
     # ------------------------------------------------------------------ afterwards
 

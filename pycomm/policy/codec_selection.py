@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pycomm.codecs import ALIASES, CODECS, SCHEMES, Codec, short_text
+from pycomm.codecs import Codec, short_text
 from pycomm.codecs import codec as parse_codec
 from pycomm.policy.auto import TRYING, Auto, Candidate
 from pycomm.policy.quality import bits, reduced_error
@@ -28,10 +28,6 @@ AUTO_CANDIDATES = (
     *("fp32", "bf16", "int8", "int4", "eden:bits=2,size=128", "eden:bits=1"),
     *("sign", "topk:0.01", "powersgd:4"),
 )
-OTHER = "with torch's AdamW, pycomm.code_optimizer(optimizer, model, 'sign')"
-"""What "auto" cannot try by itself, since the optimizer takes part in it."""
-OTHER_LOSS = "losses from 2 % below to 11 % above exact gradients', docs/results.md"
-"""Of twelve small tasks, as `bench training --suite` has measured them."""
 
 
 class Fastest:
@@ -46,7 +42,7 @@ class Fastest:
         bound = policy.error or AUTO_ERROR
         found = [parse_codec(spec) for spec in policy.candidates]
         if not found:
-            found = [parse_codec(spec) for spec in AUTO_CANDIDATES if _is_known(spec)]
+            found = [parse_codec(spec) for spec in AUTO_CANDIDATES]
             found = [
                 c for c in found if reduced_error(c) <= bound * (UNBIASED if c.unbiased else 1)
             ]
@@ -79,8 +75,7 @@ class Fastest:
         if self._auto is None:
             by_size = {sizes(codec): text for text, codec in self._codecs.items()}
             candidates = [Candidate(text, size) for size, text in by_size.items()]
-            other = Candidate(OTHER, sizes(parse_codec("sign")), OTHER_LOSS)
-            self._auto = Auto(candidates, self._trial, other)
+            self._auto = Auto(candidates, self._trial)
             if self._saved is not None:
                 self._auto.load_state_dict(self._saved)
             return True
@@ -102,7 +97,3 @@ class Fastest:
             self._saved = state
         else:
             self._auto.load_state_dict(state)
-
-
-def _is_known(spec: str) -> bool:
-    return spec.partition(":")[0] in (*CODECS, *SCHEMES, *ALIASES)

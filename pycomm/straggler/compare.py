@@ -64,7 +64,6 @@ class SlowRank:
     """A problem that the comparison has found."""
 
     rank: int
-    host: str
     cause: str
     """"compute", "codec", "moving" or "link"."""
     text: str
@@ -86,15 +85,9 @@ class Health:
 
 
 def compare(all_stats: Sequence[RankStats]) -> Health | None:
-    """Compare the statistics of a group's ranks; return None if they share no operation.
-
-    Of a rank that is there twice the last ones count: replicas of torchft may put down groups of
-    the same name and ranks.
-    """
-    by_rank = {a.rank: a for a in all_stats}
-    if len(by_rank) < 2:
+    """Compare the statistics of a group's ranks; return None if they share no operation."""
+    if len(all_stats) < 2:
         return None
-    all_stats = [by_rank[rank] for rank in sorted(by_rank)]
     common = sorted(set.intersection(*(set(a.operations) for a in all_stats)))
     if not common:
         return None
@@ -115,8 +108,8 @@ def compare(all_stats: Sequence[RankStats]) -> Health | None:
     return Health(
         operations=len(common),
         seconds=mean(sum(s) for s in sums.values()),
-        skew_median=quantile(lateness.skews, 0.5) or 0.0,
-        skew_p99=quantile(lateness.skews, 0.99) or 0.0,
+        skew_median=quantile(lateness.skews, 0.5),
+        skew_p99=quantile(lateness.skews, 0.99),
         ranks=ranks,
         finding=_late_rank(lateness, sums, ranks) or _slow_link(ranks),
     )
@@ -173,7 +166,7 @@ def _late_rank(
         f"{percent(lost)} of the time: it {_DOES[cause]} for {percent(share)} of the time, others "
         f"for {percent(of_others)}"
     )
-    return SlowRank(worst.rank, worst.host, cause, text)
+    return SlowRank(worst.rank, cause, text)
 
 
 _DOES = {"compute": "computes", "codec": "encodes and decodes", "moving": "copies and sums"}
@@ -193,7 +186,7 @@ def _slow_link(ranks: Sequence[RankHealth]) -> SlowRank | None:
         f"to another rank at best, those of others {format_bytes(others)}/s, and "
         f"{percent(in_operations)} of the time goes to moving data and waiting for it"
     )
-    return SlowRank(slowest.rank, slowest.host, "link", text)
+    return SlowRank(slowest.rank, "link", text)
 
 
 def _rates(all_stats: Sequence[RankStats]) -> dict[int, float]:
@@ -275,53 +268,25 @@ class RankStats:
         return cls(told["rank"], told["host"], operations, links)
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Totals of the completed operations of one kind in one group."""
-
-    op: str
-    count: int
-    bytes: int
-    """Bytes of the tensors, as the caller counts them."""
-    seconds: float
-    waited: float
-    codec: float
-    median: float | None
-    """Seconds of one operation. Only operations still in the trace count, here and in `p99`."""
-    p99: float | None
-
-
 @cache
 def host() -> str:
     """Return this host's name."""
     return socket.gethostname()
 
 
-def quantile(values: Iterable[float], q: float) -> float | None:
-    """Return the value that a share q of the values do not exceed; None if there are none."""
+def quantile(values: Iterable[float], q: float) -> float:
+    """Return the value that a share q of the values do not exceed."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else None
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-def totals(trace: Trace) -> list[Totals]:
-    """Return the totals of one group, by kind of operation."""
-    lengths: dict[str, list[float]] = {}
+def lengths(trace: Trace) -> dict[str, list[float]]:
+    """Return the seconds of the operations that a group's trace still holds, by kind."""
+    found: dict[str, list[float]] = {}
     for record in _completed(trace):
         seconds = (record["ended_ns"] - record["started_ns"]) / 1e9
-        lengths.setdefault(record["op"], []).append(seconds)
-    return [
-        Totals(
-            op=sums["op"],
-            count=sums["count"],
-            bytes=sums["bytes"],
-            seconds=sums["ns"] / 1e9,
-            waited=sums["waited_ns"] / 1e9,
-            codec=sums["coded_ns"] / 1e9,
-            median=quantile(lengths.get(sums["op"], ()), 0.5),
-            p99=quantile(lengths.get(sums["op"], ()), 0.99),
-        )
-        for sums in trace["totals"]
-    ]
+        found.setdefault(record["op"], []).append(seconds)
+    return found
 
 
 def links(trace: Trace) -> dict[int, LinkStats]:

@@ -1,9 +1,9 @@
-"""Straggler monitor thread: exchanges the statistics of all ranks through the rendezvous store.
+"""Straggler monitor thread: the ranks of each group exchange statistics through the group's store.
 
 Every process has one such thread, from its first group of the backend "pycomm" to its last. At
-each full period it publishes the statistics of all groups; a moment later rank 0 reads what every
-rank has published, and logs a line if there is a finding. No rank waits for another: a rank that
-has published nothing is left out of the comparison.
+each full period it publishes this rank's statistics in every group; a moment later the first rank
+of each reads what all have published, and logs a line if there is a finding. No rank waits for
+another: a rank that has published nothing is left out of the comparison.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import atexit
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from pycomm import _C
 from pycomm.env import env
@@ -24,7 +22,6 @@ from pycomm.straggler.compare import (
     Health,
     LinkStats,
     RankStats,
-    SlowRank,
     Trace,
     compare,
     links,
@@ -37,13 +34,11 @@ _LOOK = 0.5
 # comparisons.
 _GRACE = 2.0
 _GRACE_SHARE = 0.25
-# A finding that persists is printed again after 1, 2, 4 ... comparisons, and at least this often.
+# Comparisons from one line about a rank and a cause to the next.
 _SELDOM = 60
-# What reading values raises that no rank has written.
-_NO_STATISTICS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class MonitoredGroup:
     """A group of this process, and the store of its rendezvous.
 
@@ -58,35 +53,15 @@ class MonitoredGroup:
     """Function that sets a key of the store."""
     look: Callable[[str], str | None]
     """Function that returns a key's present value, or None, without waiting."""
+    before: dict[int, LinkStats] = field(default_factory=dict)
+    """What its links had carried at the last comparison."""
+
+    def key(self, rank: int) -> str:
+        """Return the key of a member's statistics."""
+        return f"pycomm/straggler/{self.name}/{rank}"
 
 
 GroupKey = tuple[str, tuple[int, ...]]
-
-
-class Console:
-    """The console output: at most one line per comparison, and fewer while a cause persists."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._about: tuple[int, str] | None = None
-        self._quiet = self._times = 0
-
-    def report(self, findings: Sequence[SlowRank]) -> None:
-        """Report the findings of one comparison, the worst first."""
-        if not findings:
-            self._quiet += 1
-            if self._quiet > _SELDOM:
-                self._about = None
-            return
-        about = findings[0].rank, findings[0].cause
-        if about != self._about:
-            self._about, self._times = about, 0
-        elif self._quiet + 1 < min(1 << (self._times - 1), _SELDOM):
-            self._quiet += 1
-            return
-        self._quiet = 0
-        self._times += 1
-        self._say(findings[0].text)
 
 
 class StragglerMonitor:
@@ -98,13 +73,11 @@ class StragglerMonitor:
     """
 
     def __init__(self, period: float, say: Callable[[str], None]) -> None:
-        self.period = period
+        self.period, self._say = period, say
         self.found: dict[GroupKey, Health] = {}
-        """Results of the last comparison; on rank 0."""
-        self._console = Console(say)
+        """Results of the last comparison, of the groups whose first rank this is."""
+        self._said: dict[tuple[int, str], int] = {}
         self._groups: list[MonitoredGroup] = []
-        self._before: dict[GroupKey, dict[int, LinkStats]] = {}
-        self._warned: set[str] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ends = threading.Event()
@@ -126,38 +99,40 @@ class StragglerMonitor:
 
     def publish(self, number: int) -> None:
         """Publish the statistics of this process for comparison ``number``."""
-        for root in self._roots():
-            told = []
-            for trace, others in _traces_among(root):
-                key = trace["group"], tuple(trace["global_ranks"])
-                since = time.time_ns() - round(1e9 * self.period)
-                known = rank_stats(trace, others, before=self._before.get(key), since_ns=since)
-                self._before[key] = links(trace)
-                told.append({"group": key[0], "ranks": key[1], "rank_stats": known.to_json()})
-            text = json.dumps({"number": number, "groups": told})
-            with self._while_it_lives(root):
-                root.put(_key(root.rank), text)
+        since = time.time_ns() - round(1e9 * self.period)
+        traces = _C.traces()
+
+        def put(group: MonitoredGroup) -> None:
+            trace = _trace_of(group, traces)
+            if trace is None:  # it has just ended
+                return
+            me = group.ranks[group.rank]
+            others = [t for t in traces if t is not trace and t["global_ranks"][t["rank"]] == me]
+            stats = rank_stats(trace, others, before=group.before, since_ns=since)
+            group.before = links(trace)
+            group.put(group.key(group.rank), json.dumps({"number": number, **stats.to_json()}))
+
+        self._for_each_group(put)
 
     def read(self, number: int) -> None:
-        """Compare the published statistics and report findings; on rank 0."""
-        roots = [root for root in self._roots() if root.rank == 0]
-        if not roots:
-            return
-        all_stats: dict[GroupKey, list[RankStats]] = {}
-        for root in roots:
-            for key, one in self._put_down_by_all(root, number):
-                all_stats.setdefault(key, []).append(one)
+        """Compare the published statistics of the groups whose first rank this is; report."""
         self.found = {}
-        for key, known in all_stats.items():
-            try:
-                health = compare(known)
-            except _NO_STATISTICS:
-                self._warn_of(key[0], "what the store has of its ranks is no statistics")
-                continue
-            if health is not None:
-                self.found[key] = health
+
+        def look(group: MonitoredGroup) -> None:
+            if group.rank > 0:
+                return
+            told = [json.loads(group.look(group.key(r)) or "{}") for r in range(len(group.ranks))]
+            known = [RankStats.from_json(one) for one in told if one.get("number") == number]
+            if health := compare(known):
+                self.found[group.name, group.ranks] = health
+
+        self._for_each_group(look)
         worst = sorted(self.found.values(), key=lambda health: -health.seconds)
-        self._console.report([h.finding for h in worst if h.finding is not None])
+        for finding in [health.finding for health in worst if health.finding is not None][:1]:
+            about = finding.rank, finding.cause
+            if number >= self._said.get(about, number - _SELDOM) + _SELDOM:
+                self._said[about] = number
+                self._say(finding.text)
 
     def _run(self) -> None:
         number = int(time.time() // self.period)
@@ -188,69 +163,26 @@ class StragglerMonitor:
             self._thread = None
             return False
 
-    def _roots(self) -> list[MonitoredGroup]:
-        """Return the groups whose stores carry statistics: those that are in no earlier one."""
-        with self._lock:
-            groups = list(self._groups)
-        roots: list[MonitoredGroup] = []
-        for group in groups:
-            if not any(set(group.ranks) <= set(root.ranks) for root in roots):
-                roots.append(group)
-        return roots
-
-    def _put_down_by_all(
-        self, root: MonitoredGroup, number: int
-    ) -> Iterator[tuple[GroupKey, RankStats]]:
-        with self._while_it_lives(root):
-            for rank in range(len(root.ranks)):
-                text = root.look(_key(rank))
-                try:
-                    yield from _read(text or "{}", number)
-                except _NO_STATISTICS:
-                    self._warn_of(root.name, f"what the store has of rank {rank} is no statistics")
-
-    @contextmanager
-    def _while_it_lives(self, group: MonitoredGroup) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            if "of the secret" in str(error):
-                self._warn_of(group.name, str(error))
-            # Otherwise the store's server is gone, so the job is ending.
-            with self._lock:
-                self._groups = [g for g in self._groups if g is not group]
-
-    def _warn_of(self, group: str, problem: str) -> None:
-        """Warn, once for a group."""
-        if group not in self._warned:
-            self._warned.add(group)
-            logger.warning("slow ranks of the group %r cannot be told: %s", group, problem)
+    def _for_each_group(self, act: Callable[[MonitoredGroup], None]) -> None:
+        """Act on each group, and monitor no longer what cannot be."""
+        for group in list(self._groups):
+            try:
+                act(group)
+            except Exception as error:
+                wrong = str(error)
+                if not isinstance(error, RuntimeError):
+                    wrong = f"what its store has is no statistics of a rank ({error!r})"
+                if "statistics" in wrong or "of the secret" in wrong:  # else the store is gone
+                    logger.warning(
+                        "slow ranks of the group %r cannot be told: %s", group.name, wrong
+                    )
+                with self._lock:
+                    self._groups = [g for g in self._groups if g is not group]
 
 
-def _read(text: str, number: int) -> list[tuple[GroupKey, RankStats]]:
-    """Return what a rank has published for comparison ``number``, by group."""
-    told: dict[str, Any] = json.loads(text)
-    if told.get("number") != number:
-        return []
-    return [
-        ((entry["group"], tuple(entry["ranks"])), RankStats.from_json(entry["rank_stats"]))
-        for entry in told["groups"]
-    ]
-
-
-def _key(rank: int) -> str:
-    return f"pycomm/straggler/{rank}"
-
-
-def _traces_among(root: MonitoredGroup) -> list[tuple[Trace, list[Trace]]]:
-    """Return the traces of this rank's groups within `root`, each with all of its other traces."""
-    me = root.ranks[root.rank]
-    ours = [trace for trace in _C.traces() if trace["global_ranks"][trace["rank"]] == me]
-    return [
-        (trace, [other for other in ours if other is not trace])
-        for trace in ours
-        if len(trace["global_ranks"]) > 1 and set(trace["global_ranks"]) <= set(root.ranks)
-    ]
+def _trace_of(group: MonitoredGroup, traces: Sequence[Trace]) -> Trace | None:
+    mine = (group.name, group.rank)
+    return next((t for t in traces if (t["group"], t["rank"]) == mine), None)
 
 
 _monitor: StragglerMonitor | None = None
@@ -272,5 +204,5 @@ def join(trace: Trace, put: Callable[[str, str], None], look: Callable[[str], st
 
 
 def found() -> dict[GroupKey, Health]:
-    """Return the results of the last comparison, by group; empty except on rank 0."""
+    """Return the results of the last comparison, by group, of which this is the first rank."""
     return {} if _monitor is None else dict(_monitor.found)

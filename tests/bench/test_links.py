@@ -54,19 +54,3 @@ def test_bad_words_get_one_line(words, hint, capsys):
     error = capsys.readouterr().err
     assert hint in error
     assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        (
-            "--operation all_reduce:int8",
-            "there is no operation 'all_reduce:int8', did you mean all_reduce_int8?",
-        ),
-        ("--backend pycomm,glo", "there is no backend 'glo', did you mean gloo?"),
-    ],
-)
-def test_unknown_names_are_refused_before_a_lab_is_made(words, hint, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([*words.split()])
-    assert hint in capsys.readouterr().err

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch.distributed as dist
 
 from pycomm.bench.common import tables
 from pycomm.bench.lab.base import Paced
 from pycomm.bench.lab.jobs import Failed
 from pycomm.bench.lab.rates import UNLIMITED
-from pycomm.bench.peers import systems, table
-from pycomm.bench.peers.systems import PEERS, Training
+from pycomm.bench.peers import table
+from pycomm.bench.peers.systems import PEERS
 from pycomm.bench.training.train import Config
 
 REFERENCE, OURS = PEERS[0].name, "pycomm, int4"
@@ -74,19 +73,6 @@ def test_a_broken_system_takes_no_steps(tmp_path, monkeypatch, capsys):
     rows = [(row["kind"], row["system"]) for row in tables.read(tmp_path / "peers.csv")]
     assert rows == [("loss", REFERENCE), ("loss", "pycomm, exact"), ("step", REFERENCE)]
     assert f"| {REFERENCE} | 0 | **1.0** |" in capsys.readouterr().out
-
-
-def test_ranks_take_as_many_steps_as_the_first_one_has_time_for(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    monkeypatch.setattr(systems, "wire_bytes", lambda: 4 * len(taken))
-    store, taken = dist.HashStore(), []
-    training = Training(None, None, taken.append)
-    for every, enough, steps in ((1, 60.0, systems.MOST), (32, 60.0, 64), (32, 1e-9, 32)):
-        taken.clear()
-        found = systems.time_of_steps(training, iter(range(200)), store, every, enough)
-        assert len(taken) == max(systems.SETTLE, every) + steps
-        assert found["bytes"] == 4.0
 
 
 def test_a_failed_rank_is_a_row_with_its_error(monkeypatch):

@@ -10,19 +10,15 @@ import torch
 import torch.distributed as dist
 
 from pycomm.bench import netlab
-from pycomm.bench.common import tables
-from pycomm.bench.common.harness import Origin, Row, record
+from pycomm.bench.common.harness import Row
 from pycomm.bench.step.__main__ import Steps, parse
 from pycomm.bench.training import suite
 from pycomm.bench.training import train as training
 from pycomm.bench.training.methods import METHODS, Method
 from pycomm.bench.training.results import (
     EXACT,
-    EXACT_SGD,
     changes,
     describe,
-    exact_of,
-    load,
     steps_to_exact,
     steps_to_loss,
 )
@@ -33,9 +29,7 @@ from pycomm.bench.training.train import (
     Config,
     Transformer,
     batches,
-    loss_of,
     ranks_train,
-    schedule,
     standard_library,
     take_turns,
 )
@@ -59,29 +53,6 @@ def test_every_run_sees_the_data_in_one_order():
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
     assert first[0].shape == (CONFIG.batch, CONFIG.context + 1)
-
-
-def test_the_model_starts_at_chance():
-    torch.manual_seed(0)
-    model = Transformer(CONFIG)
-    assert 1e6 < sum(p.numel() for p in model.parameters()) < 3e6
-    sequences = next(batches(torch.randint(0, 256, (10_000,)), CONFIG, 0, 1))
-    chance = torch.tensor(256.0).log()
-    # Logits have a variance at the start, which costs half of it on average; here under 1 nat.
-    assert chance - 0.2 < loss_of(model, sequences) < chance + 1
-
-
-def test_learning_rate_rises_then_falls_to_a_tenth():
-    factors = [schedule(step, CONFIG) for step in range(CONFIG.steps + 1)]
-    top = factors.index(max(factors))
-    assert factors[top] == 1.0
-    assert factors == sorted(factors[: top + 1]) + sorted(factors[top + 1 :], reverse=True)
-    assert abs(factors[-1] - 0.1) < 1e-12  # a cosine in float64
-
-
-def test_a_run_may_end_with_its_warm_up():
-    config = Config(steps=20, warmup=20)
-    assert [schedule(step, config) for step in (0, 19, 20)] == [0.05, 1, 1]
 
 
 def test_runs_take_turns(monkeypatch):
@@ -208,12 +179,6 @@ def test_losses_are_compared_on_the_same_text():
     assert changes(EXACT.label, "demo", rows) == [0.0]
 
 
-def test_methods_of_sgd_are_compared_with_exact_sgd():
-    for method in METHODS:
-        wanted = EXACT_SGD if method.sgd else EXACT
-        assert exact_of(method.label) == wanted.label
-
-
 def test_local_methods_average_by_rounds(tmp_path):
     dist.init_process_group("pycomm", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
@@ -229,17 +194,6 @@ def test_local_methods_average_by_rounds(tmp_path):
             finish()
     finally:
         dist.destroy_process_group()
-
-
-def test_rows_survive_the_file(tmp_path):
-    path = tmp_path / "rows.csv"
-    rows = [
-        row("loss", INT4, seed=1, steps=20, loss=2.5, curve="10:3.0"),
-        row("step", INT4, rate="1gbit", seconds=0.25, wire_bytes=10.0),
-    ]
-    for each in [*rows, row("total", INT4)]:
-        tables.append(path, [record(each, Origin.here("test"))])
-    assert load(path) == rows
 
 
 # ------------------------------------------------------------------------------------------ sharded

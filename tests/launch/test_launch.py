@@ -8,7 +8,7 @@ import pytest
 
 import pycomm
 from pycomm.env import env
-from pycomm.launch import find, variables
+from pycomm.launch import variables
 
 # As srun of Slurm 22.05 exports them to the third of four tasks on two nodes.
 SRUN = {
@@ -192,13 +192,3 @@ def test_launch_env_sets_what_is_missing_and_says_what(monkeypatch):
             os.environ.pop(name)
         monkeypatch.undo()
         env.cache_clear()
-
-
-def test_the_launcher_is_named():
-    places = [find(given) for given in (SRUN, OPEN_MPI, HYDRA, {})]
-    assert [place.launcher if place else None for place in places] == [
-        "Slurm",
-        "Open MPI",
-        "Hydra",
-        None,
-    ]

@@ -240,4 +240,6 @@ def test_a_file_that_is_no_probe_is_named(text, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         main([*PLAN, "--probe", str(file)])
     assert ended.value.code == 2
-    assert str(file) in capsys.readouterr().err.splitlines()[-1]
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert str(file) in said
+    assert "not written by `plan probe`" in said

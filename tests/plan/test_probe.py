@@ -55,11 +55,3 @@ def test_the_planner_takes_it(probed, capsys):
     words = ["25M", "--ranks", "4", "--compute", "100ms", "--probe", str(probed[0])]
     assert main(words) == 0
     assert ", 4 ranks, " in capsys.readouterr().out
-
-
-def test_another_file_is_refused(tmp_path, capsys):
-    path = tmp_path / "other.json"
-    path.write_text('{"ranks": 2}')
-    with pytest.raises(SystemExit):
-        main(["25M", "--ranks", "4", "--compute", "1s", "--probe", str(path)])
-    assert "not written by `plan probe`" in capsys.readouterr().err

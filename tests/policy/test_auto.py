@@ -56,12 +56,6 @@ def run(auto: Auto, clock: Clock, steps: int) -> list[str]:
     return used
 
 
-def chosen_at(rate: float, **options: float) -> str:
-    auto = Auto(CANDIDATES, Trial())
-    run(auto, Clock(rate, **options), 200)
-    return auto.codec
-
-
 def test_a_slow_link_gets_the_smallest_codec():
     auto = Auto(CANDIDATES, Trial())
     used = run(auto, Clock(12.5 * MB), 200)
@@ -71,30 +65,11 @@ def test_a_slow_link_gets_the_smallest_codec():
     assert "fp32 " in auto.reason
 
 
-def test_the_reason_says_what_another_optimizer_would_win():
-    other = Candidate("AdamW with sign", 3 * MB)
-    for rate, wins in ((12.5 * MB, True), (1e12, False)):
-        auto = Auto(CANDIDATES, Trial(), other)
-        run(auto, Clock(rate), 200)
-        assert ("AdamW with sign would send 3.15 instead of 13.6 MB" in auto.reason) == wins
-    # The smallest candidate's step, less the time of the bytes by what they have cost.
-    auto, clock = Auto(CANDIDATES, Trial(), other), Clock(12.5 * MB)
-    run(auto, clock, 200)
-    whole, chosen = clock.step("fp32"), clock.step("int4")
-    least = chosen - (whole - chosen) / 87 * 10
-    assert float(auto.reason.split("at least ")[1].split()[0]) == pytest.approx(least, rel=0.01)
-    auto = Auto(CANDIDATES, Trial(), Candidate("AdamW with more bytes", 20 * MB))
-    run(auto, Clock(12.5 * MB), 200)
-    assert "with more bytes" not in auto.reason
-
-
-def test_a_link_on_which_bytes_are_free_goes_back_to_exact():
-    assert chosen_at(1e12) == "fp32"
-
-
 def test_between_them_the_finest_that_is_as_fast_wins():
     # int8 and int4 both hide behind computing; bf16 does not.
-    assert chosen_at(60 * MB, compute=2.0) == "int8"
+    auto = Auto(CANDIDATES, Trial())
+    run(auto, Clock(60 * MB, compute=2.0), 200)
+    assert auto.codec == "int8"
 
 
 def test_a_slow_codec_says_nothing_of_larger_ones():

@@ -1,262 +1,168 @@
-"""Leads processes through cycles, with a deadline for every word, and looks at what they hold."""
+"""Leads processes through cases of training, and looks at what the eldest holds after each."""
 
 from __future__ import annotations
 
-import multiprocessing
-import os
+import random
 import signal
 import tempfile
-import time
-from collections.abc import Iterable
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+from tests.faults.injection.case import Call, Case
+from tests.faults.injection.judge import breaches
+from tests.faults.injection.play import Played
+from tests.faults.injection.player import Broken, Player
+from tests.soak.held import Sample
+from tests.soak.rank import Trainer
 
-from tests.soak.held import Sample, held
-from tests.soak.rank import serve
-from tests.soak.schedule import RANKS, Event, GroupSetup, draw, draw_joins
-
+RANKS = 3
+ELDER = 0
+"""The process that lives from the first case to the last."""
+CODECS = ("none", "int8", "int4", "topk:0.05")
+FAULTS = ("kill", "kill", "abort", "socket", "slow")
 DEADLINE = 150.0
 """Seconds in which every rank has answered, on a machine that others use."""
 LEARNED = 0.8
-"""The last loss of a cycle is below this share of the first. It falls to 0.4 as a rule."""
+"""The last loss of two cases is below this share of the first. It falls to 0.4 as a rule."""
 
 
-class Broken(AssertionError):
-    """A promise was not kept."""
+def draw(seed: int, number: int, *, joins: bool = False) -> Case:
+    """Return case `number` of a seed; with `joins` a member quits or is killed, and one joins."""
+    rng = random.Random(f"{'joins ' * joins}{seed}/{number}")
+    fault = rng.choice(("kill", "quit") if joins else FAULTS)
+    return Case(
+        seed=rng.randrange(1 << 30),
+        number=number,
+        transport="tcp" if fault == "socket" else rng.choice(("shm", "tcp")),
+        ranks=RANKS,
+        victim=rng.randrange(fault in ("kill", "quit"), RANKS),  # the eldest stays
+        fault=fault,
+        phase="train",
+        calls=tuple(Call("train", rng.randint(30, 50), rng.choice(CODECS)) for _ in range(2)),
+        async_op=False,
+        delay=rng.uniform(0.02, 0.3),
+        how=rng.random(),
+    )
 
 
 class Director:
     """The processes, and what has come of the run so far."""
 
-    def __init__(self, folder: str, every: float, joins: bool = False) -> None:
-        self._folder, self._every = Path(folder), every
-        self._draw = draw_joins if joins else draw
-        self._handles: dict[int, str] = {}  # of the members of an elastic group
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.soak.rank"])  # imports torch once
-        self._processes: dict[int, tuple[BaseProcess, Connection]] = {}
-        self._store: dist.TCPStore | None = None
-        self._due = time.monotonic() + every
-        self._setups = 0
-        self.cycle = self.events = self.restarts = self.steps = 0
-        self.doing = "nothing"
+    def __init__(self, folder: str, joins: bool = False) -> None:
+        self._folder, self._joins = folder, joins
+        self._player = Player(
+            lambda process, say: Trainer(process, folder, say), Path(folder), DEADLINE
+        )
+        self._tell = self._player.tell
+        self.stop = self._player.stop
+        self._forms = 0
+        self._saved: tuple[str, int] | None = None
+        """the folder of a checkpoint, and how many ranks have saved it"""
+        self._first = self._last = 0.0
+        self.started = self.steps = 0
         self.losses: list[float] = []
         self.samples: list[Sample] = []
         self.seen: dict[str, int] = {}
-        """events by name"""
+        """cases by fault"""
 
-    # ------------------------------------------------------------------ processes
-
-    def _logs(self, process: int) -> Path:
-        return self._folder / f"process{process}.log"
-
-    def _start_missing(self) -> None:
-        for process in range(RANKS):
-            if process in self._processes:
-                continue
-            here, there = self._context.Pipe()
-            child = self._context.Process(
-                target=serve, args=(process, there, str(self._logs(process))), daemon=True
-            )
-            child.start()
-            there.close()
-            self._processes[process] = (child, here)
-            self.restarts += self.cycle > 0
-
-    def stop(self) -> None:
-        """End all processes."""
-        for process in list(self._processes):
-            self._bury(process, kill=True)
-
-    def _bury(self, process: int, kill: bool = False) -> None:
-        child, link = self._processes.pop(process)
-        if kill:
-            child.kill()
-        child.join(DEADLINE)
-        child.close()
-        link.close()
-
-    def _tell(
-        self,
-        word: str,
-        *args: Any,
-        dies: int | None = None,
-        to: Iterable[int] | None = None,
-    ) -> dict[int, Any]:
-        """Say a word to all processes, or some, and wait for their answers.
+    def play(self, case: Case) -> None:
+        """Play a case from its start to its end, where no group is left.
 
         Raises:
-            Broken: one raised, died without being told to, or has not answered in time.
+            Broken: a promise was not kept.
         """
-        waited = {self._processes[one][1]: one for one in (self._processes if to is None else to)}
-        for link in waited:
-            link.send((word, args))
-        answers: dict[int, Any] = {}
-        failed: list[str] = []
-        end = time.monotonic() + DEADLINE
-        while waited:
-            now = time.monotonic()
-            if now >= self._due:
-                self._look(now)
-            if now >= end or (failed and now >= end - DEADLINE + 5):
-                break
-            for link in wait(list(waited), timeout=min(0.5, end - now)):
-                assert isinstance(link, Connection)
-                process = waited.pop(link)
-                try:
-                    good, answer = link.recv()
-                except EOFError:
-                    if process != dies:
-                        failed.append(f"process {process} died")
-                    continue
-                if good:
-                    answers[process] = answer
-                else:
-                    failed.append(f"process {process}:\n{answer}")
-        if waited:
-            failed.append(self._stacks(sorted(waited.values())))
-        if failed:
-            raise Broken("\n".join(failed))
-        if dies is not None:
-            self._bury(dies)
-        return answers
-
-    def _stacks(self, processes: Iterable[int]) -> str:
-        text = ""
-        for process in processes:
-            pid = self._processes[process][0].pid
-            assert pid is not None
-            os.kill(pid, signal.SIGUSR1)
-            time.sleep(0.5)
-            text += f"process {process} has not answered:\n{self._logs(process).read_text()}\n"
-        return text
-
-    # ------------------------------------------------------------------ samples
-
-    def _look(self, now: float) -> None:
-        self._due = now + self._every
-        for process, (child, _) in self._processes.items():
-            try:
-                what = held(child.pid or 0)
-            except OSError:  # it has just been killed
-                continue
-            self.samples.append(Sample(self.events, process, False, what))
-
-    # ------------------------------------------------------------------ cycles
-
-    def play(self, seed: int, number: int) -> None:
-        """Play a cycle from its start to its end, where no group is left."""
-        self.cycle = number
-        self._first = self._last = 0.0
-        for place, event in enumerate(self._draw(seed, number)):
-            self.doing = f"event {place}: {event}"
-            self._happen(event)
-            self.events += 1
-            self.seen[event.what] = self.seen.get(event.what, 0) + 1
-        self.doing = "the end"
+        self._start_missing()
+        self._tell("begin", case)
+        (self._elastic if self._joins else self._restarted)(case)
         self._tell("leave")
-        self._store = None
+        self.seen[case.fault] = self.seen.get(case.fault, 0) + 1
+        self.samples.append(Sample(len(self.samples) + 1, self._tell("rest")[ELDER]))
+
+    def _restarted(self, case: Case) -> None:
+        """All make a group, lose one or all of it, and go on; every second case from a checkpoint
+        of those that are left."""
+        self._tell("meet")
+        self._tell("regroup")
+        if self._saved is None:
+            self._make()
+        else:
+            self._tell("load", *self._saved)
+        self._train(case.calls[0])
+        left = self._fault(case)
+        self._tell("regain")
+        self._train(case.calls[1])
+        if self._saved is None:
+            folder = tempfile.mkdtemp(dir=self._folder)
+            self._tell("save", folder)
+            self._saved = folder, len(left)
+        else:
+            self._saved = None
+            self._check_learned()
+
+    def _elastic(self, case: Case) -> None:
+        """All form an elastic group, which a member leaves, and a new one joins."""
+        handles = self._tell("found")
+        self._form(handles)
+        self._make()
+        self._train(case.calls[0])
+        if case.fault == "quit":
+            self._tell("leave", to=[case.victim])
+            left = [process for process in handles if process != case.victim]
+        else:
+            left = self._fault(case)
+        rest = {process: handles[process] for process in left}
+        self._form(rest)
+        # A member that leaves needs nothing else.
+        self._train(case.calls[1], left, wraps=case.fault == "kill")
+        self._start_missing()
+        self._tell("begin", case, to=[case.victim])
+        self._form(rest | self._tell("found", to=[case.victim]))
+        if len(set(self._tell("hand_over").values())) != 1:
+            raise Broken("a hand-over has left members with different states")
+        self._train(case.calls[1], joins=True)
+        self._check_learned()
+
+    def _start_missing(self) -> None:
+        for process in set(range(RANKS)).difference(self._player.numbers):
+            self._player.start(process)
+            self.started += 1
+
+    def _make(self) -> None:
+        self._first = 0.0
+        self._tell("make")
+
+    def _form(self, handles: dict[int, str]) -> None:
+        self._forms += 1
+        self._tell("form", self._forms, [handles[one] for one in sorted(handles)], to=handles)
+
+    def _train(
+        self, call: Call, to: Any = None, *, wraps: bool = True, joins: bool = False
+    ) -> None:
+        """Train; all have the same parameters, to the bit."""
+        if wraps:
+            self._tell("wrap", call.codec, joins, to=to)
+        losses, digests = zip(*self._tell("train", call.numel, to=to).values(), strict=True)
+        if len(set(digests)) != 1:
+            raise Broken(f"parameters differ between processes: {digests}")
+        self.steps += call.numel * len(losses)
+        self._last = sum(losses) / len(losses)
+        self._first = self._first or self._last
+
+    def _fault(self, case: Case) -> list[int]:
+        """Let the fault happen while all train; return the processes that are left."""
+        player = self._player
+        left = [process for process in player.numbers if process not in case.leavers]
+        if case.fault == "kill":
+            player.schedule(case.delay, partial(player.kill, case.victim, signal.SIGKILL))
+        self._tell("operate", dies=case.leavers)
+        for process in case.leavers:
+            player.bury(process)
+        if wrong := breaches(Played(case, player.said)):
+            raise Broken("\n".join(wrong))
+        return left
+
+    def _check_learned(self) -> None:
         if not self._last < LEARNED * self._first:  # NaN too
             raise Broken(f"the loss was {self._first:.3f} at first and {self._last:.3f} at last")
         self.losses.append(self._last / self._first)
-        for process, what in self._tell("rest").items():
-            self.samples.append(Sample(self.events, process, True, what))
-
-    def _happen(self, event: Event) -> None:
-        if event.what == "start":
-            self._start_missing()
-            self._join(event.setup)
-            self._tell("begin", event.seed)
-            self._wrap(event.codec)
-        elif event.what in ("found", "quit", "die", "return"):
-            self._change_members(event)
-            self._compare(self._tell("train", event.steps, to=self._handles))
-            return
-        elif event.what == "restart":
-            self._restart(event)
-        elif event.what == "codec":
-            self._wrap(event.codec)
-        elif event.what == "kill":
-            self._tell("kill", event, dies=event.process)
-        elif event.what == "cut":
-            self._compare(self._tell("cut", event))
-        else:
-            self._tell(event.what, event)
-            if event.what == "abort":
-                self._join(event.setup)
-                self._wrap(self._codec)
-        self._compare(self._tell("train", event.steps))
-
-    def _wrap(self, codec: str) -> None:
-        self._codec = codec
-        self._tell("wrap", codec)
-
-    def _change_members(self, event: Event) -> None:
-        """Members of an elastic group come or go."""
-        codec = event.codec if event.what == "found" else self._codec
-        if event.what == "found":
-            self._start_missing()
-            self._codec, self._transport = codec, event.setup.transport if event.setup else ""
-            self._handles = self._tell("found", event.setup)
-            self._form(event)
-            self._tell("begin", event.seed)
-            self._tell("wrap", codec)
-        elif event.what == "quit":
-            self._tell("leave", to=[event.process])
-            del self._handles[event.process]
-            self._form(event)  # a member that leaves needs nothing else
-        elif event.what == "die":
-            self._tell("die", event, dies=event.process)
-            del self._handles[event.process]
-            self._form(event)
-            self._tell("wrap", codec)
-        else:
-            self._start_missing()
-            self._handles |= self._tell("found", event.setup, to=[event.process])
-            self._form(event)
-            if len(set(self._tell("hand_over", event).values())) != 1:
-                raise Broken("a hand-over has left members with different states")
-            self._tell("wrap", codec, True)
-
-    def _form(self, event: Event) -> None:
-        self._setups += 1
-        order = event.setup.order if event.setup else sorted(self._handles)
-        handles = [self._handles[process] for process in order]
-        described = self._tell("form", self._setups, handles, to=self._handles)
-        if not all(self._transport in text for text in described.values()):
-            raise Broken(f"a group over {self._transport} is {described}")
-
-    def _restart(self, event: Event) -> None:
-        """From a checkpoint of those that are left, with as many as at the start."""
-        with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-            self._tell("save", folder)
-            left = len(self._processes)
-            self._tell("leave")
-            self._start_missing()
-            self._join(event.setup)
-            self._tell("begin", event.seed)
-            self._tell("load", folder, left)
-
-    def _join(self, setup: GroupSetup | None) -> None:
-        assert setup is not None
-        self._setups += 1
-        self._store = None
-        address = str(self._folder / f"store{self._setups}")
-        if setup.store == "tcp":
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            address = str(self._store.port)
-        described = self._tell("join", setup, address)
-        if not all(setup.transport in text for text in described.values()):
-            raise Broken(f"a group over {setup.transport} is {described}")
-
-    def _compare(self, trained: dict[int, dict[str, Any]]) -> None:
-        """All ranks have the same parameters, to the bit."""
-        if len({each["parameters"] for each in trained.values()}) != 1:
-            raise Broken(f"parameters differ between processes: {trained}")
-        self.steps += sum(each["steps"] for each in trained.values())
-        self._last = sum(each["loss"] for each in trained.values()) / len(trained)
-        self._first = self._first or self._last

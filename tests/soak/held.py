@@ -1,6 +1,6 @@
 """Resources that a process holds: memory, files, threads, mappings, children.
 
-Those that the soak finds between cycles must not grow.
+Those that the soak finds between cases must not grow.
 """
 
 from __future__ import annotations
@@ -94,23 +94,21 @@ def held_at_rest() -> dict[str, int]:
 
 @dataclass
 class Sample:
-    """What a process held."""
+    """What the eldest process held when everything has been given back."""
 
     events: int
-    """so far, of all cycles"""
-    process: int
-    at_rest: bool
-    """between cycles, when everything has been given back"""
+    """so far: cases, or kills"""
     held: dict[str, int]
 
 
 SETTLED = 0.25
-"""The share of the cycles in which everything that is made once has been made."""
-GROWTH = 512.0
-"""KiB per 100 events by which memory may grow: a fifth of what one group that is not given back
-would hold, of which there is at least one per event."""
+"""The share of the samples in which everything that is made once has been made."""
+GROWTH = {"rss_kib": 6144.0, "shared_kib": 512.0, "heap_kib": 512.0, "private_kib": 1024.0}
+"""KiB per 100 events by which memory may grow. What the allocator has given out grows by 30 at
+most, and by 2500 where one group in each event is not given back; what is resident settles slowly:
+in its first hundred cases it grows by up to 4700."""
 ENOUGH = 12
-"""Cycles from which on a slope says something."""
+"""Samples from which on a slope says something."""
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
@@ -124,16 +122,18 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 
 
 def growths(samples: Sequence[Sample]) -> dict[str, float]:
-    """KiB per 100 events by which a process's memory grows, at rest, when it has settled."""
+    """KiB per 100 events by which the process's memory grows, when it has settled."""
     late = samples[int(SETTLED * len(samples)) :]
     events = [float(sample.events) for sample in late]
     return {
-        name: 100 * slope(events, [float(sample.held[name]) for sample in late]) for name in MEMORY
+        name: 100 * slope(events, [float(sample.held[name]) for sample in late])
+        for name in samples[0].held
+        if name in GROWTH
     }
 
 
 def breaches(samples: Sequence[Sample]) -> list[str]:
-    """Everything that is not flat in the samples of one process at rest, oldest first."""
+    """Everything that is not flat in the samples, oldest first."""
     wrong: list[str] = []
     if not samples:
         return wrong
@@ -143,11 +143,10 @@ def breaches(samples: Sequence[Sample]) -> list[str]:
         last = samples[-1].held[name]
         # What is left behind stays, so the last sample shows it.
         if last > most:
-            wrong.append(f"{last} {name}, at most {most} in the first cycles")
+            wrong.append(f"{last} {name}, at most {most} at first")
     if len(samples) >= ENOUGH:
         for name, growth in growths(samples).items():
-            if growth > GROWTH:
-                wrong.append(
-                    f"{name} grows by {growth:.0f} in 100 events, allowed are {GROWTH:.0f}"
-                )
+            if growth > GROWTH[name]:
+                allowed = f"allowed are {GROWTH[name]:.0f}"
+                wrong.append(f"{name} grows by {growth:.0f} in 100 events, {allowed}")
     return wrong

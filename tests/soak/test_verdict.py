@@ -1,24 +1,22 @@
-"""The verdict of a soak can say no; and a cycle is its seed and number."""
+"""The verdict of a soak can say no; and a case is its seed and number."""
 
 from __future__ import annotations
 
 import pytest
 
+from tests.soak.director import ELDER, FAULTS, draw
 from tests.soak.held import COUNTS, GROWTH, MEMORY, Sample, breaches, growths, held_at_rest
-from tests.soak.schedule import ELDER, RANKS, draw
-
-EVENTS = 10
 
 
 def samples(**at: dict[int, int]) -> list[Sample]:
-    """Forty cycles that hold as much as ever; `at` adds to a name from a cycle on."""
+    """Forty cases that hold as much as ever; `at` adds to a name from a case on."""
     made = []
-    for cycle in range(40):
+    for case in range(40):
         held = dict.fromkeys((*MEMORY, *COUNTS), 1000)
-        held["rss_kib"] += cycle % 5 * 100  # as memory does
+        held["rss_kib"] += case % 2 * 100  # as memory does
         for name, more in at.items():
-            held[name] += sum(n for first, n in more.items() if cycle >= first)
-        made.append(Sample(EVENTS * (cycle + 1), ELDER, True, held))
+            held[name] += sum(n for first, n in more.items() if case >= first)
+        made.append(Sample(case + 1, held))
     return made
 
 
@@ -39,24 +37,18 @@ def test_one_more_is_found(name):
 
 @pytest.mark.parametrize("name", MEMORY)
 def test_memory_that_grows_is_found(name):
-    per_cycle = int(1.5 * GROWTH * EVENTS / 100)
-    (found,) = breaches(samples(**{name: dict.fromkeys(range(40), per_cycle)}))
+    more = int(1.5 * GROWTH[name] / 100)
+    (found,) = breaches(samples(**{name: dict.fromkeys(range(40), more)}))
     assert found.startswith(f"{name} grows by")
 
 
-def test_a_cycle_is_its_seed_and_number():
-    assert draw(1, 5) == draw(1, 5)
-    assert len({str(draw(1, number)) for number in range(50)}) == 50
-    whats = {event.what for number in range(50) for event in draw(1, number)}
-    assert whats == {
-        *("start", "restart", "kill", "abort", "codec", "cut"),
-        *("groups", "mismatch", "slow", "split"),
-    }
-    for number in range(50):
-        events = draw(1, number)
-        assert [event.what for event in events[:1]] == ["start"]
-        assert all(event.process != ELDER for event in events if event.what == "kill")
-        assert all(sorted(e.setup.order) == [*range(RANKS)] for e in events if e.setup)
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_case_is_its_seed_and_number(joins):
+    assert draw(1, 5, joins=joins) == draw(1, 5, joins=joins)
+    cases = [draw(1, number, joins=joins) for number in range(50)]
+    assert len(set(map(str, cases))) == 50
+    assert {case.fault for case in cases} == ({"kill", "quit"} if joins else {*FAULTS})
+    assert not any(ELDER in case.leavers for case in cases)
 
 
 def test_what_a_process_holds_can_be_read():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 
 import numpy as np
@@ -16,13 +17,11 @@ from pycomm.straggler.compare import (
     SAMPLE,
     LinkStats,
     RankStats,
-    SlowRank,
     TimeShares,
     compare,
     rank_stats,
-    totals,
 )
-from pycomm.straggler.monitor import Console, MonitoredGroup, StragglerMonitor
+from pycomm.straggler.monitor import MonitoredGroup, StragglerMonitor
 from pycomm.units import format_time
 from tests.collectives.ways import WAYS
 from tests.ranks import run
@@ -59,18 +58,6 @@ def test_a_rank_that_computes_longer_is_named(way):
     for other in (0, 1):
         assert by_rank[other].shares.waited > 0.3
         assert by_rank[other].shares.compute < by_rank[2].shares.compute
-
-
-def test_sums_are_those_of_all_operations():
-    trace = run(2, steps)[0]
-    found = {t.op: t for t in totals(trace)}
-    assert found["all_reduce"].count == 12
-    assert found["all_reduce"].bytes == 12 * 4000
-    assert found["barrier"].count == 1
-    for t in found.values():
-        assert 0 < t.median <= t.p99 <= t.seconds + 1e-6  # each value is rounded separately
-        assert t.waited <= t.seconds + 1e-6
-        assert t.codec == 0
 
 
 # ------------------------------------------------------------- statistics from traces
@@ -184,18 +171,12 @@ def test_equal_ranks_are_not_spoken_of():
 def test_a_rank_whose_codec_is_slow_is_named():
     # One rank of three has a fifth of a core for its codec.
     found = finding((50, 0, 38, 9, 3), (50, 0, 0, 46, 4), (50, 0, 37, 10, 3))
-    assert (found.rank, found.host, found.cause) == (1, "node1", "codec")
+    assert (found.rank, found.cause) == (1, "codec")
     assert "it encodes and decodes for 46 % of the time, others for 10 %" in found.text
 
 
 def test_a_rank_that_waits_for_another_group_is_not_blamed():
     assert finding((50, 0, 50, 0, 0), (50, 50, 0, 0, 0), (50, 0, 50, 0, 0)) is None
-
-
-def test_a_rank_that_is_there_twice_is_compared_once():
-    one, two = all_stats((90, 0, 8, 0, 2), (50, 0, 48, 0, 2))
-    assert compare([one, one]) is None
-    assert compare([two, one, two]) == compare([one, two])
 
 
 def test_one_long_pause_is_not_spoken_of():
@@ -287,47 +268,26 @@ def test_a_store_that_is_gone_ends_the_comparing():
     run(2, job)
 
 
-JUNK = ["junk", "[]", '{"number": 1}', '{"number": 1, "groups": [{"group": 1, "ranks": []}]}']
-WRONG_TYPES = [
-    json.dumps({"number": 1, "groups": [{"group": "g", "ranks": [0, 1], "rank_stats": stats}]})
-    for stats in (
-        {"rank": [], "host": "", "operations": [[1, 1, 1, 1, 1]], "links": []},
-        {"rank": 0, "host": "", "operations": [[1, "x", 1, 1, 1]], "links": []},
-        7,
-    )
-]
+STATISTICS = {"number": 1, "rank": 0, "host": "", "operations": [], "links": []}
+WRONG_TYPE = json.dumps({**STATISTICS, "operations": [[1, "x", 1, 1, 1]]})
 
 
-@pytest.mark.parametrize("text", JUNK + WRONG_TYPES)
+@pytest.mark.parametrize("text", ["junk", "[]", '{"number": 1}', WRONG_TYPE, None])
 def test_a_value_of_a_stranger_is_warned_of_once(text, caplog):
     """Otherwise it would end the thread, and say nothing."""
 
     def look(key):
+        if text is None:
+            raise Error("what the store has has a wrong proof of the secret")
         return text if key.endswith("1") else None
 
     ours = StragglerMonitor(86400, lambda line: None)
-    group = MonitoredGroup("default", 0, (0, 1), lambda key, value: None, look)
-    ours._groups.append(group)
+    ours._groups.append(MonitoredGroup("default", 0, (0, 1), lambda key, value: None, look))
     for _ in range(3):
-        ours.read(1)
-    warned = [r.getMessage() for r in caplog.records if "cannot be told" in r.getMessage()]
-    assert len(warned) == 1
-    assert ours.found == {}
-
-
-def test_a_value_without_proof_is_warned_of_once(caplog):
-    sentence = "what the store has as pycomm/straggler/1 has a wrong proof of the secret"
-
-    def look(key):
-        raise Error(sentence)
-
-    ours = StragglerMonitor(86400, lambda line: None)
-    for _ in range(3):
-        ours._groups.append(MonitoredGroup("default", 0, (0, 1), lambda *_: None, look))
         ours.read(1)
     (warned,) = [r.getMessage() for r in caplog.records]
-    assert sentence in warned
-    assert "'default'" in warned
+    assert warned.startswith("slow ranks of the group 'default' cannot be told: what ")
+    assert ours.found == {}
 
 
 def test_the_thread_ends_with_the_last_group():
@@ -341,23 +301,18 @@ def test_the_thread_ends_with_the_last_group():
         assert not thread.is_alive()
 
 
-def test_what_goes_on_is_said_ever_more_seldom():
-    said = []
-    console = Console(said.append)
-    slow, other = SlowRank(3, "node7", "compute", "A"), SlowRank(1, "node1", "link", "B")
-    spoken = []
-    for number in range(200):
-        console.report([slow, other])
-        if len(said) > len(spoken):
-            spoken.append(number)
-    assert spoken == [0, 1, 3, 7, 15, 31, 63, 123, 183]
-    console.report([other])
-    assert said[-1] == "B"
-    for _ in range(61):
-        console.report([])
-    assert said[-1] == "B"
-    console.report([other])  # it is reported again after an hour without it
-    assert len(said) == len(spoken) + 2
+def test_what_goes_on_is_said_once_an_hour():
+    said, now = [], 0
+
+    def look(key):
+        stats = all_stats((90, 0, 8, 0, 2), (50, 0, 48, 0, 2))[int(key[-1])]
+        return json.dumps({"number": now, **stats.to_json()})
+
+    ours = StragglerMonitor(86400, lambda line: said.append(now))
+    ours._groups.append(MonitoredGroup("default", 0, (0, 1), lambda *_: None, look))
+    for now in range(200):
+        ours.read(now)
+    assert said == [0, 60, 120, 180]
 
 
 @pytest.mark.parametrize(
@@ -399,7 +354,9 @@ def test_the_report_names_the_slow_rank(monkeypatch):
 
     text, health = run(2, job, group="shown")[0]
     assert "group shown: rank 0 of 2" in text
-    assert "all_reduce: 13 operations, 52 kB" in text
+    middle_and_most = r"[\d.]+ .s at the median, [\d.]+ .s at p99"
+    shares = r"\d+ % waiting for others, \d+ % in codecs"
+    assert re.search(f"all_reduce: 13 operations, 52 kB, {middle_and_most}; of that {shares}", text)
     assert f"arrive within {format_time(health.skew_median)} at the median" in text
     assert health.finding.text in text
     assert "comes last to" in text

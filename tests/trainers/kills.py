@@ -35,7 +35,7 @@ from typing import IO, Any
 
 from torchft.coordination import LighthouseServer
 
-from tests.soak.held import COUNTS, held, slope
+from tests.soak.held import COUNTS, Sample, breaches, held
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/trainers/train_torchft.py"
@@ -175,10 +175,7 @@ class Lab:
 
 OPTIONS = ("--codec", "int4", "--pause", "0", "--steps", "1000000")
 TRAINS = 20  # steps with all three before the next kill
-SETTLED = 0.25  # the share of the kills in which everything that is made once has been made
 LAST = 5  # samples: what is left behind is in all of them, and what is being closed is not
-GROWTH = 1024.0
-"""KiB of memory per 100 kills. A group that is not given back holds far more."""
 TELLS = 25  # kills after which a line says that it goes on
 
 
@@ -194,34 +191,25 @@ class Outcome:
 
     waits: list[float] = field(default_factory=list)
     common: int = 0
-    samples: list[dict[str, int]] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
-    def growth(self) -> float:
-        """KiB of private memory per 100 kills, when it has settled.
+    def note(self, process: int, steps: int) -> None:
+        """Take a sample of a process after so many kills.
 
         How many pages of the group's shared memory are in use depends on the moment; that none of
         it is left behind is told by the number of mappings.
         """
-        first = int(SETTLED * len(self.samples))
-        late = list(map(float, self.private()[first:]))
-        return 100 * slope(list(map(float, range(len(late)))), late)
-
-    def private(self) -> list[int]:
-        """KiB of private memory at each kill."""
-        return [sample["rss_kib"] - sample["shared_kib"] for sample in self.samples]
+        found = held(process)
+        private = found.pop("rss_kib") - found.pop("shared_kib")
+        self.samples.append(
+            Sample(len(self.waits), {**found, "private_kib": private, "steps": steps})
+        )
 
     def breaches(self) -> list[str]:
         """Everything that has grown."""
-        wrong = []
-        early = self.samples[: max(LAST, int(SETTLED * len(self.samples)))]
-        for name in COUNTS:
-            most = max(sample[name] for sample in early)
-            left = min(sample[name] for sample in self.samples[-LAST:])
-            if left > most:
-                wrong.append(f"{left} {name}, at most {most} at first")
-        if len(self.samples) >= 40 and self.growth() > GROWTH:
-            wrong.append(f"memory grows by {self.growth():.0f} KiB in 100 kills")
-        return wrong
+        *early, last = self.samples
+        least = {name: min(s.held[name] for s in self.samples[-LAST:]) for name in COUNTS}
+        return breaches([*early, Sample(last.events, {**last.held, **least})])
 
 
 def kill_and_replace(lab: Lab, kills: int, seed: int) -> Outcome:
@@ -239,7 +227,7 @@ def kill_and_replace(lab: Lab, kills: int, seed: int) -> Outcome:
 
     for kill in range(kills):
         lab.wait(lambda: all(map(trains, living.values())), f"not all train after {kill} kills")
-        outcome.samples.append({**held(oldest.process), "steps": len(oldest.steps)})
+        outcome.note(oldest.process, len(oldest.steps))
         time.sleep(draw.uniform(0, 0.2))
         gone = living.pop(draw.choice([1, 2]))
         killed = time.time()
@@ -268,7 +256,7 @@ def kill_and_replace(lab: Lab, kills: int, seed: int) -> Outcome:
         if (kill + 1) % TELLS == 0:
             print(f"{kill + 1} kills in {time.monotonic() - told:.0f} s", file=sys.stderr)
     lab.wait(lambda: all(map(trains, living.values())), "not all take part in the end")
-    outcome.samples.append({**held(oldest.process), "steps": len(oldest.steps)})
+    outcome.note(oldest.process, len(oldest.steps))
     for replica in living.values():
         replica.send(signal.SIGSTOP)  # so that all have printed the same steps
     common = set.intersection(*(set(replica.digests) for replica in living.values()))
@@ -298,13 +286,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"the next step of both others came after {statistics.median(waits):.2f} s (median), "
         f"{max(waits):.2f} s at most"
     )
-    first, last = outcome.samples[0], outcome.samples[-1]
-    for name in ("steps", "rss_kib", *COUNTS):
-        print(f"{name:<10} {first[name]:>8} {last[name]:>8}")
-    print(
-        f"memory: {outcome.growth():.0f} KiB in 100 kills when it has settled\n"
-        f"private memory, every tenth kill: {outcome.private()[::10]}"
-    )
+    first, last = outcome.samples[0].held, outcome.samples[-1].held
+    for name in first:
+        print(f"{name:<11} {first[name]:>8} {last[name]:>8}")
     for one in wrong:
         print(f"not flat: {one}")
     return 1 if wrong else 0

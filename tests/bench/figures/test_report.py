@@ -47,13 +47,6 @@ def test_failed_command_leaves_its_table_alone(tmp_path, capsys):
     assert "--no-such-option" in log.read_text()
 
 
-def test_only_tables_that_are_asked_for(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert report.main(["--measure", "--list", "--only", "links,demo"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[1] for line in lines] == ["demo-cpu.csv:", *["links-cpu.csv:"] * 2]
-
-
 def test_every_claim_has_a_table_and_a_command():
     known = {*OPERATIONS, *SUBCOMMANDS}
     for _, words in commands():

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +16,8 @@ from pycomm.bench.common import accelerator, tables
 from pycomm.bench.gpu import __main__ as gpu
 from pycomm.bench.gpu import checks as gpu_checks
 from pycomm.bench.gpu import tasks as gpu_tasks
-from pycomm.bench.gpu.tasks import GpuRow, bytes_moved, sets_needed
+from pycomm.bench.gpu.tasks import GpuRow, bytes_moved
 from pycomm.codecs import CODECS
-from pycomm.codecs.implementations import Unavailable
 from tests.codecs.test_contract import CUDA
 from tests.torch import interpreter
 
@@ -42,25 +40,8 @@ def test_bytes_are_each_input_and_output_once(spec, op, want):
     assert bytes_moved(pycomm.codec(spec), op, 1024) == want
 
 
-@pytest.mark.parametrize("set_bytes", [1000, 50_000_000, 10_000_000_000])
-def test_sets_are_more_than_the_cache_holds(set_bytes):
-    l2 = 60_000_000
-    sets = sets_needed(set_bytes, l2)
-    assert sets >= 2
-    # All the others, which run between two turns of one set, overwrite the cache.
-    assert (sets - 1) * set_bytes >= 3 * l2 or sets == 2
-    assert (sets - 1) * set_bytes >= l2
-
-
 def test_every_kind_that_is_timed_is_in_the_contract_test():
     assert {(kind, accelerator.kind() or "cuda") for kind in gpu.KINDS} == set(CUDA)
-
-
-def test_unknown_kind_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        gpu.parse(["--kinds", "native,cudnn"])
-    wanted = "there is no kind 'cudnn'. Use one of native, nvrtc, triton, reference"
-    assert wanted in capsys.readouterr().err
 
 
 @pytest.fixture
@@ -155,17 +136,6 @@ def test_a_call_that_breaks_the_context_ends_its_process(pretend_gpu, tmp_path):
     assert [row["op"] for row in rows] == ["encode"]  # that was timed before it
 
 
-def test_every_kernel_is_called():
-    assert len(list(gpu_tasks.calls_of("native", gpu.NUMELS))) == 2 * KERNELS
-
-
-def test_a_failing_contract_fails_the_run(pretend_gpu, tmp_path, capsys):
-    pretend_gpu.setattr(gpu_checks, "run", lambda suite, end: gpu_checks.Counts(700, 67))
-    words = ["--results", str(tmp_path), "--kinds", "triton", "--stages", "contract"]
-    assert gpu.main(words) == 1
-    assert "contract triton sign: 700 passed, 67 failed" in capsys.readouterr().err
-
-
 def test_a_run_goes_on_where_one_of_equal_sources_stopped(pretend_gpu, tmp_path):
     started: list[str] = []
 
@@ -239,21 +209,6 @@ def test_a_failing_kernel_does_not_lose_the_others(pretend_gpu, tmp_path, capsys
     assert len(timed) == KERNELS - 1
 
 
-def test_a_kind_that_lacks_a_codec_is_told_once_and_times_the_others(pretend_gpu, tmp_path, capsys):
-    def lacks(kind, numel, spec, op):
-        if spec == "sign":
-            raise Unavailable("no kernels")
-        return row(kind, numel, spec, op)
-
-    pretend_gpu.setattr(gpu_tasks, "time_kernel", lacks)
-    words = ["--results", str(tmp_path), "--kinds", "native", "--stages", "kernels"]
-    assert gpu.main(words) == 1
-    assert capsys.readouterr().err.count("native has no sign: no kernels") == 1
-    native = [r for r in tables.read(tmp_path / "gpu-device.csv") if r["kind"] == "native"]
-    codecs = {row["codec"] for row in native if row["op"] in gpu_tasks.OPS}
-    assert codecs == set(gpu_tasks.SPECS) - {"sign"}
-
-
 def test_a_tool_that_objects_fails_tests_that_pass(tmp_path, capfd, few_plugins):
     test = tmp_path / "test_one.py"
     test.write_text("def test_a(): pass\n")
@@ -316,8 +271,3 @@ def test_without_a_gpu_it_says_so(capsys):
     told = capsys.readouterr().err
     assert "torch sees no GPU here: this needs an NVIDIA GPU" in told
     assert told.count("\n") == 1
-
-
-def test_file_is_named_after_the_device():
-    machine = {"device": "NVIDIA GeForce RTX 4090"}
-    assert gpu_tasks.table(Path("x"), machine) == Path("x/gpu-nvidia-geforce-rtx-4090.csv")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -23,10 +20,10 @@ from pycomm.bench import __main__ as cli
 from pycomm.bench.__main__ import main
 from pycomm.bench.common import arguments, harness
 from pycomm.bench.common.harness import Row, read_rows
-from pycomm.bench.ops import backends, codecs, coded, collectives, measure
+from pycomm.bench.ops import codecs, coded, collectives, measure
 from pycomm.bench.ops.cases import REDUCTIONS, STORAGE, BackendCalls
 from pycomm.bench.ops.operations import OPERATIONS, make_case
-from pycomm.bench.ops.torch_backends import Torch, coded_run
+from pycomm.bench.ops.torch_backends import coded_run
 from pycomm.env import env
 from tests.extent import each_value
 from tests.ranks import run_processes
@@ -54,6 +51,7 @@ def rows_of(tmp_path, *arguments: str) -> list[dict]:
 # much longer than a benchmark of ten iterations.
 CODECS = ("none", "quant:bits=8", "topk:density=0.01,values=int8")
 OTHERS = sorted(set(OPERATIONS) - {"all_reduce"})
+THREE = ["pycomm", "pycomm-shared", "pycomm-torch"]
 SETS: dict[str, tuple[int, dict[str, str], dict[str, str]]] = {
     "two ranks": (
         2,
@@ -72,11 +70,6 @@ SETS: dict[str, tuple[int, dict[str, str], dict[str, str]]] = {
             "explained": "all_reduce -b 4K -e 4K --codec none,int8 --explain",
             "unchecked": "all_reduce -b 4K -e 4K --backend pycomm,pycomm-unchecked",
             "gloo": "all_reduce -b 1K -e 1K --backend pycomm,gloo",
-            **{
-                f"places of {op}": f"{op} -b 64K -e 64K -c 2 --place in,out -g 2 "
-                "--backend pycomm,pycomm-torch --codec none,int8"
-                for op in ("reduce_scatter", "all_gather")
-            },
             "torch": "reduce_scatter -b 4K -e 4K --backend pycomm-torch,gloo "
             "--codec none,quant:bits=4",
         },
@@ -86,7 +79,7 @@ SETS: dict[str, tuple[int, dict[str, str], dict[str, str]]] = {
         {},
         {
             "all_reduce": "all_reduce -b 8 -e 5000 -f 16",
-            **{op: f"{op} -b 3000 -e 3000 -d int --backend pycomm,pycomm-shared" for op in OTHERS},
+            **{op: f"{op} -b 3000 -e 3000 -d int --backend {','.join(THREE)}" for op in OTHERS},
         },
     ),
     "four ranks": (
@@ -181,8 +174,10 @@ def test_wire_bytes_are_those_of_the_derivation(played):
 @pytest.mark.parametrize("op", OTHERS)
 def test_every_operation_is_right(played, op):
     rows = played.rows("three ranks", op)
-    assert [row["backend"] for row in rows] == ["pycomm", "pycomm-shared"]
+    assert [row["backend"] for row in rows] == THREE
     assert {(row["op"], row["wrong"], row["size"]) for row in rows} == {(op, 0, 3000)}
+    factor = 1.0 if op in ("broadcast", "reduce", "sendrecv") else 2 / 3  # of docs/bench.md
+    assert all(row["busbw"] == pytest.approx(factor * row["algbw"]) for row in rows)
 
 
 @each_value
@@ -221,25 +216,6 @@ def test_the_backend_of_torch_has_codecs_too(played):
         ("gloo", "none"),
     ]
     assert all(row["wrong"] == 0 for row in rows)
-
-
-@pytest.mark.parametrize("op", ["reduce_scatter", "all_gather"])
-def test_results_go_in_and_out_of_place(played, op):
-    rows = played.rows("two ranks", f"places of {op}")
-    places = {(row["backend"], row["codec"], row["place"]) for row in rows}
-    assert len(places) == len(rows) == (8 if op in coded.HOOKS else 6)
-    assert all(row["wrong"] == 0 for row in rows)
-    assert {row["place"] for row in played.rows("two ranks", "gloo")} == {"in"}
-
-
-def test_average_bus_bandwidths_are_printed(played):
-    (row,) = played.rows("two ranks", "codecs of all_gather")[:1]
-    line = f"# Avg bus bandwidth of pycomm none out-of-place: {row['busbw']:.3f} GB/s"
-    assert line in played.printed("two ranks").splitlines()
-    sizes = played.rows("three ranks", "all_reduce")
-    mean = sum(row["busbw"] for row in sizes) / len(sizes)
-    line = f"# Avg bus bandwidth of pycomm none in-place: {mean:.3f} GB/s"
-    assert line in played.printed("three ranks").splitlines()
 
 
 def test_all_types_and_reductions(played):
@@ -332,20 +308,6 @@ def test_a_codec_may_lose_what_it_loses_and_no_more(loss, wrong):
     assert variant.err == pytest.approx(loss, rel=1e-3)  # y is float32
 
 
-def test_backends_have_their_turns_iteration_by_iteration():
-    calls = []
-    variants = [
-        measure.Variant(
-            Fake(None), "none", "none", case_of("all_reduce"), partial(calls.append, name)
-        )
-        for name in "ab"
-    ]
-    member = alone()
-    member.time_in_turns(variants, 3)
-    assert "".join(calls) == "aabb" * 3
-    assert [len(variant.samples) for variant in variants] == [3, 3]
-
-
 def test_a_wrong_row_ends_with_1(monkeypatch, capsys):
     monkeypatch.setattr(measure.Rank, "run", lambda self, report: False)
     monkeypatch.setattr(collectives, "env", lambda: replace(env(), rank=0, world_size=1))
@@ -365,25 +327,18 @@ def test_a_rank_that_fails_ends_all(tmp_path):
     ("words", "hint"),
     [
         (["all_redcue"], "did you mean all_reduce? Use one of all_reduce, reduce_scatter,"),
-        (["all_reduce", "-b", "x"], "cannot read the size"),
         (["all_reduce", "-b", "8K", "-e", "8"], "smaller than"),
         (["all_reduce", "-f", "1"], "larger than 1"),
-        (["all_reduce", "-n", "many"], "want a whole number"),
         (["all_reduce", "-p", "0"], "want at least 1"),
         (["all_reduce", "--backend", "glo"], "did you mean gloo? Use one of pycomm, pycomm-shared"),
         (["all_reduce", "--backend", "gloo,gloo"], "names something twice"),
-        (["all_reduce", "-d", "flaot"], "did you mean float? Use one of float32, float64"),
-        (["all_reduce", "-o", "summ"], "did you mean sum? Use one of sum, avg"),
         (["all_reduce", "--codec", "INT4"], 'did you mean "int4"? The codecs are bf16, cast,'),
-        (["all_reduce", "--codec", "topk:0.01,valus=int8"], 'unknown option "valus"'),
-        (["all_gather", "--place", "it"], "did you mean in? Use one of out, in"),
         (["all_reduce", "--explain", "--backend", "gloo"], "--explain is for pycomm"),
         (["broadcast", "--codec", "int8"], "--codec is for all_reduce, reduce_scatter, all_gather"),
         (["all_reduce", "--codec", "int8", "-d", "int"], "--codec is for float32, float16"),
         (["all_reduce", "--codec", "int8", "--backend", "gloo"], "is for backends of pycomm"),
         (["training", "--models", "dmeo"], "did you mean demo?"),
         (["step", "--rate", "fast"], "cannot read the rate 'fast'"),
-        (["training", "--methods", "zip"], "fits none of these: Gloo, fp32;"),
         (["training", "--methods", "pycomm int4"], "did you mean 'pycomm, int4'? Gloo, fp32;"),
     ],
 )
@@ -398,13 +353,6 @@ def test_typos_get_one_line_that_lists_what_is_possible(capsys, words, hint):
     assert said.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("words", [[], ["all_reduce"], ["codecs"], ["training"]])
-def test_help(capsys, words):
-    with contextlib.suppress(SystemExit):
-        cli.main([*words, "--help"])
-    assert "python -m pycomm.bench" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("module", ["torch", "numpy"])
 def test_a_package_that_is_missing_is_named(tmp_path, module):
     hidden = f"raise ModuleNotFoundError('No module named {module}', name='{module}')\n"
@@ -415,19 +363,6 @@ def test_a_package_that_is_missing_is_named(tmp_path, module):
     assert (outcome.returncode, outcome.stdout) == (2, "")
     assert f"this needs {module}, which is not installed" in outcome.stderr
     assert outcome.stderr.count("\n") == 1
-
-
-def test_what_a_machine_lacks_is_named(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert "needs torch" in backends.missing(["gloo"])
-    assert backends.missing(["pycomm", "pycomm:ring"]) == ""
-
-
-@pytest.mark.parametrize("op", OPERATIONS)
-def test_bus_factors(op):
-    # Bytes over the busiest link of the best algorithm, over `size`: see docs/bench.md.
-    factors = {"all_reduce": 1.5, "broadcast": 1.0, "reduce": 1.0, "sendrecv": 1.0}
-    assert OPERATIONS[op].bus_factor(4) == factors.get(op, 0.75)
 
 
 # ------------------------------------------------------------------------------------------- codecs
@@ -483,26 +418,6 @@ def test_cuda_without_a_gpu_is_one_line(argv, capsys):
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "a torch that was built for CUDA" in said
-
-
-def test_backends_of_the_other_device_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        main(["all_reduce", "--backend", "nccl"])
-    assert "--backend nccl is not for --device cpu" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", [n for n in OPERATIONS if n != "sendrecv"])  # with itself
-@pytest.mark.parametrize("place", ["in", "out"])
-def test_tensors_lie_in_and_out_of_place(torch_alone, name, place):
-    """Of a group of one rank, on the CPU in place of a GPU."""
-    backend = Torch("pycomm-torch", torch_alone)
-    case = make_case(OPERATIONS[name], 256, dtype="float32", redop="sum", rank=0, ranks=1)
-    case = replace(case, place=place if case.op.in_part else "")
-    x, y = backend.buffers(case)
-    run = backend.prepare(case, x, y)
-    backend.fill(x, case.stored(case.inputs(0)))
-    run()
-    assert (backend.stored(case, y) == case.expected()).all()
 
 
 def test_payloads_of_another_backend_are_coded_alike(torch_alone):

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     start = time.monotonic()
     took: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     counts: dict[tuple[str, str, str], int] = defaultdict(int)
-    bad = hung = late = deaths = 0
+    bad = late = deaths = 0
     lab = None
     for number in numbers:
         case = draw(args.seed, number, **choice)
@@ -69,13 +69,10 @@ def main(argv: list[str] | None = None) -> int:
         if seconds is not None:
             took[key].append(seconds)
         bad += bool(wrong)
-        hung += bool(played.hung)
         deaths += case.fault in DEATHS
         late += is_late(played)
         if wrong:
             print(f"{case}\n  " + "\n  ".join(wrong), flush=True)
-            if played.stacks:
-                print(played.stacks, flush=True)
         if args.case is not None:
             print(json.dumps({"what": str(case), "said": played.said}, indent=1))
     print(f"{'fault':<13}{'transport':<10}{'phase':<10}{'cases':>6}{'p50 ms':>9}{'max ms':>9}")
@@ -87,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{fault:<13}{transport:<10}{phase:<10}{counts[key]:>6}{shown}")
     print(
         f"{len(numbers)} cases of seed {args.seed} in {time.monotonic() - start:.0f} s: "
-        f"{len(numbers) - bad} as promised, {bad} not, {hung} hung; "
+        f"{len(numbers) - bad} as promised, {bad} not; "
         f"{deaths} deaths, {late} told later than {DEATH} s"
     )
     return 1 if bad else 0

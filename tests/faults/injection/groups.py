@@ -6,7 +6,7 @@ Their `call` returns whether the result is right.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -28,27 +28,6 @@ def expected(call: Call, rank: int, ranks: int) -> Any:
     if call.op == "all_to_all":
         return (10 * np.arange(ranks) + rank)[:, None]
     return call.root + 1 if call.op == "broadcast" else (rank - 1) % ranks + 1
-
-
-@dataclass(frozen=True)
-class Place:
-    """The rendezvous of a rank with the others of a group."""
-
-    folder: str
-    name: str
-    rank: int
-    ranks: int
-    transport: str
-    timeout: float
-    """seconds"""
-    apart: bool = False
-    """each rank acts as a host of its own: no rank sees another's process"""
-
-    @property
-    def nodes(self) -> list[int]:
-        """Return the declared hosts of the ranks: two if transports are mixed, else none."""
-        hosts = self.ranks if self.apart else 2 if self.transport == "auto" else 0
-        return [rank * hosts // self.ranks for rank in range(self.ranks)] if hosts else []
 
 
 class Group(ABC):
@@ -82,21 +61,33 @@ class Group(ABC):
 class CoreGroup(Group):
     """A `Communicator`. Async calls run on another thread, as in a process group."""
 
-    def __init__(self, place: Place, parent: CoreGroup | None = None) -> None:
-        super().__init__(place.rank, place.ranks)
+    def __init__(
+        self,
+        folder: str,
+        name: str,
+        rank: int,
+        ranks: int,
+        transport: str,
+        timeout: float,
+        *,
+        hosts: int = 0,
+        parent: CoreGroup | None = None,
+    ) -> None:
+        super().__init__(rank, ranks)
         self.in_heap = False
         """calls use memory that peers can access"""
         self.arrays: list[Any] = []
         """the arrays of the last such call"""
+        hosts = hosts or (2 if transport == "auto" else 0)  # declared; so transports are mixed
         self._core = Communicator(
-            Store.file(place.folder),
-            place.rank,
-            place.ranks,
-            group=place.name,
-            transport=place.transport,
-            timeout=place.timeout,
+            Store.file(folder),
+            rank,
+            ranks,
+            group=name,
+            transport=transport,
+            timeout=timeout,
             parent=parent and parent._core,
-            nodes=place.nodes,
+            nodes=[r * hosts // ranks for r in range(ranks)] if hosts else [],
         )
 
     def set_timeout(self, seconds: float) -> None:
@@ -167,3 +158,14 @@ class TorchGroup(Group):
         for work in calls[call.op]():
             if work is not None:
                 work.wait()
+
+    def set_timeout(self, seconds: float) -> None:
+        self._backend().set_timeout(timedelta(seconds=seconds))
+
+    def abort(self, reason: str) -> None:
+        self._backend().abort()
+
+    def _backend(self) -> Any:
+        from pycomm import backend
+
+        return backend.find(self._group)

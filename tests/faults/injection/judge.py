@@ -28,16 +28,13 @@ def survivors(case: Case) -> list[int]:
 def breaches(played: Played) -> list[str]:
     """Return all breaches but those of times; see `latest`."""
     case = played.case
-    wrong = [f"rank {rank} hangs" for rank in played.hung]
+    wrong = [played.broken] if played.broken else []
     for rank in survivors(case):
-        if broken := played.word(rank, "broken"):
-            wrong.append(f"rank {rank}: {broken['text']}")
-            continue
-        over = played.word(rank, "over")
+        over, left = played.word(rank, "over"), played.word(rank, "left")
         if over is not None:
             wrong += [f"rank {rank}: {what}" for what in _of_error(case, over, rank)]
-        if left := played.word(rank, "left"):
-            wrong += [f"rank {rank} leaves behind {n} {what}" for what, n in left["leaks"].items()]
+        if left:
+            wrong += [f"rank {rank} leaves behind {n} {what}" for what, n in left.items()]
     return wrong
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tests.faults.injection.case import FROM_OUTSIDE, HUNGRY, LASTS, MEET, MEETING, Call, Case
-from tests.faults.injection.groups import CoreGroup, Place
+from tests.faults.injection.groups import CoreGroup
 from tests.ranks import in_child
 from tests.soak.held import COUNTS, connections, descriptors
 from tests.soak.held import held as held_by
@@ -53,12 +53,16 @@ def leaks(before: dict[str, int], limit: float) -> dict[str, int]:
         time.sleep(0.005)
 
 
-def cut_sockets(rng: random.Random) -> None:
-    """Cut this rank's TCP connections: in both directions, or only in the sending direction."""
+def cut_sockets(rng: random.Random, *, for_ever: bool) -> None:
+    """Cut this rank's TCP connections: in both directions, or only in the sending direction.
+
+    With `for_ever` its listeners, too: nobody reaches it again.
+    """
     way = rng.choice((socket.SHUT_RDWR, socket.SHUT_WR))
     for _, twin in connections():
         with contextlib.suppress(OSError):
-            twin.shutdown(way)
+            if for_ever or not twin.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                twin.shutdown(way)
 
 
 def close_descriptors() -> None:
@@ -70,74 +74,83 @@ def close_descriptors() -> None:
 
 
 class Rank:
-    """One rank. `say(word, **facts)` reports to the runner."""
+    """One rank. `say(word, facts)` reports to the player, which calls the methods that it tells."""
+
+    cut_for_ever = True
 
     def __init__(self, case: Case, rank: int, folder: str, say: Any) -> None:
         self.case, self.rank, self.folder, self.say = case, rank, folder, say
         self.is_victim = rank == case.victim
         self.now: Call | None = None
+        self.first: CoreGroup | None = None
         self.group: Any = None  # a CoreGroup, or that of an ElasticRank
         self.arrays: list[Any] = []
         """the arrays of a failed call, which no peer may write any more"""
         self.child: str | None = None
         self.due = float("inf")  # the time of a fault that this rank injects itself
         self.aborted = False
+        self.before: dict[str, int] = {}
 
     def join(self, name: str) -> CoreGroup:
         case = self.case
-        place = Place(
+        return CoreGroup(
             self.folder,
             name,
             self.rank,
             case.ranks,
             case.transport,
             case.rendezvous,
-            apart=case.is_apart,
+            hosts=case.ranks if case.is_apart else 0,  # no rank sees another's process
+            parent=self.group,
         )
-        return CoreGroup(place, parent=self.group)
 
-    def main(self) -> None:
-        """Play the case and report its outcome."""
-        before = held()
+    def meet(self) -> None:
+        """Make what there is before the case's phase."""
+        self.before = held()
+        if self.case.phase != "init":
+            self.first = self.group = self.join("first")
+            self.run(Call("all_reduce", 10))
+
+    def operate(self, _: Any) -> None:
+        """Go through the phase; say over what error it has ended, and what is left behind."""
         facts: dict[str, Any] = {}
-        first: CoreGroup | None = None
+        self.arm()
         try:
-            if self.case.phase != "init":
-                first = self.group = self.join("first")
-                self.run(Call("all_reduce", 10))
-            self.say("ready", at=time.monotonic())
-            self.arm()
             if self.group is None or self.case.phase == "split":
                 self.group = self.join("second")
                 if self.aborted:  # the first group, if this one was made already
                     self.group.abort("somebody pressed stop")
             self.group.set_timeout(self.case.timeout)
             self.group.in_heap = self.case.fault == "pause"
-            self.operate()
+            self.call()
         except Injected:
-            self.group = None
+            self.group = self.first = None
             gc.collect()
-            first = None
-            return
+            sys.exit()
         except Exception as error:
             facts = self.tell(error)
         if self.case.fault == "pause":
             self.arrays = self.group.arrays
             for array in self.arrays:
                 array[:] = OURS
-        self.say("over", at=time.monotonic(), **facts)
-        for group in (self.group, first):
+        self.say("over", {"at": time.monotonic(), **facts})
+        for group in (self.group, self.first):
             if group is not None:
                 group.close()
-        self.group = first = None
+        self.group = self.first = group = None
         # Arrays keep the mapping of their heap.
-        self.say("left", leaks={} if self.arrays else leaks(before, SETTLE))
+        self.say("left", {} if self.arrays else leaks(self.before, SETTLE))
 
-    def check_memory(self) -> None:
-        """Check that no peer has written to this rank's arrays since it left."""
+    def go_on(self, left: list[int], _: Any) -> None:
+        """Make a group of the survivors and reduce over it."""
+        rank, transport = left.index(self.rank), self.case.transport
+        group = CoreGroup(self.folder, "after", rank, len(left), transport, 8.0)
+        if not group.call(Call("all_reduce", 1000), False):
+            raise AssertionError("the new group's result is wrong")
+        group.close()
+        # No peer has written to this rank's arrays since it left.
         if not all((array == OURS).all() for array in self.arrays):
             raise AssertionError(f"rank {self.rank}: another rank has written to our memory")
-        self.arrays = []
 
     def tell(self, error: Exception) -> dict[str, Any]:
         """Return the facts of an error. The error itself, with its frames, must not be kept."""
@@ -157,7 +170,7 @@ class Rank:
             raise AssertionError(f"rank {self.rank}: a wrong result of {call}")
         self.now = None
 
-    def operate(self) -> None:
+    def call(self) -> None:
         """Call operations until a fault; in shutdown, and where all continue, a fixed number."""
         case = self.case
         if case.phase == "shutdown":
@@ -211,7 +224,7 @@ class Rank:
 
     def fail(self) -> None:
         case = self.case
-        self.say("fault", at=time.monotonic())
+        self.say("fault", time.monotonic())
         if case.fault == "_exit":
             os._exit(3)
         if case.fault == "exit":
@@ -219,7 +232,7 @@ class Rank:
         if case.fault == "raise":
             raise Injected("the user's code has failed")
         if case.fault == "socket":
-            cut_sockets(random.Random(case.how))
+            cut_sockets(random.Random(case.how), for_ever=self.cut_for_ever)
         elif case.fault == "fork":
             self.child = in_child(lambda: self.group.call(Call("all_reduce", 10), False))
         elif case.fault == "descriptors":
@@ -236,28 +249,10 @@ class Rank:
         data = np.full(HUNGRY.numel, self.rank + 1, np.float32)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-        self.say("fault", at=time.monotonic())
+        self.say("fault", time.monotonic())
         resource.setrlimit(resource.RLIMIT_AS, (pages * os.sysconf("SC_PAGE_SIZE"), hard))
         try:
             self.group._core.all_reduce_coded(data, HUNGRY.codec, average=False)
             self.group.completed += 1
         finally:
             resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def wait_for(file: Path) -> None:
-    """Wait until a file exists."""
-    end = time.monotonic() + 10
-    while not file.exists():
-        if time.monotonic() > end:
-            raise TimeoutError(f"no {file.name}")
-        time.sleep(0.005)
-
-
-def go_on(case: Case, rank: int, folder: str) -> None:
-    """Make a group of the survivors and reduce over it."""
-    left = [r for r in range(case.ranks) if r not in case.leavers]
-    group = CoreGroup(Place(folder, "after", left.index(rank), len(left), case.transport, 8.0))
-    if not group.call(Call("all_reduce", 1000), False):
-        raise AssertionError("the new group's result is wrong")
-    group.close()

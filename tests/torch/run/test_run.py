@@ -35,12 +35,6 @@ if dist.get_rank() == 0:
 """
 
 
-def test_unmodified_script(tmp_path):
-    command = ["-m", "pycomm.run", "script.py", "--lr", "1"]
-    output = launch(*command, folder=tmp_path, script=UNMODIFIED)
-    assert "gloo True [] ['--lr', '1'] __main__" in output
-
-
 def test_codec_compresses_what_the_script_builds(tmp_path):
     words = ["--codec", "int4", "--rule", "bias=int8", "-m", "script", "hook"]
     output = launch(
