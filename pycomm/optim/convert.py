@@ -15,6 +15,7 @@ from pycomm.optim.coded_adamw import CodedAdamW
 from pycomm.optim.coded_sgd import CodedSGD
 from pycomm.optim.settings import check_settings
 from pycomm.policy import Policy
+from pycomm.reduction.refusals import MOMENTA, refused
 
 
 @overload
@@ -130,23 +131,14 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> type[CodedAdamW] | type[CodedS
             coupled and group["weight_decay"] and not group.get("decoupled_weight_decay")
             for group in groups
         ):
-            raise ValueError(
-                "code_optimizer: Adam adds its weight decay to the gradients, so that it is "
-                "divided by their size, and CodedAdamW has AdamW's: use torch.optim.AdamW, or "
-                "weight_decay=0"
-            )
+            raise ValueError(f"code_optimizer: {refused(MOMENTA, 'weight decay of `Adam`')}")
         return CodedAdamW
     if isinstance(optimizer, torch.optim.SGD):
         if not all(group["momentum"] for group in groups):
-            raise ValueError(
-                "code_optimizer: the SGD has no momentum that could travel: compress its "
-                "gradients, pycomm.compress(model, ...)"
-            )
+            raise ValueError(f"code_optimizer: {refused(MOMENTA, 'SGD without momentum')}")
         return CodedSGD
-    raise TypeError(
-        f"code_optimizer takes torch.optim.AdamW, Adam or SGD, not {type(optimizer).__name__}: "
-        "compress the gradients of another optimizer, pycomm.compress(model, ...)"
-    )
+    why = refused(MOMENTA, "other optimizers", name=type(optimizer).__name__)
+    raise TypeError(f"code_optimizer {why}")
 
 
 def _defaults(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from itertools import chain
 from typing import Any
 
 import torch
 
-from pycomm.momentum.moment import local
+from pycomm.momentum.moment import FLOAT32_STATES, local
 
 
-def load(
-    optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], float32: Collection[str]
-) -> None:
+def load(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Load as `torch.optim.Optimizer` does, with two differences.
 
-    Torch gives every state but ``step`` the dtype and the device of its parameter; here those that
-    are named stay float32, and numbers stay on the CPU. And the optimizer keeps its groups, with
-    other settings, since schedulers may hold them that were made for another optimizer
+    Torch gives every state but ``step`` the dtype and the device of its parameter; here
+    `FLOAT32_STATES` stay float32, and numbers stay on the CPU. And the optimizer keeps its groups,
+    with other settings, since schedulers may hold them that were made for another optimizer
     (`pycomm.code_optimizer`).
 
     Args:
         optimizer: the optimizer.
         state_dict: what its `state_dict` returned.
-        float32: keys of the states that are float32 whatever the parameter is.
     """
     given: dict[str, Any] = {}
     # Registered last: it sees the state as other hooks have changed it.
@@ -43,7 +39,7 @@ def load(
     parameters = chain.from_iterable(group["params"] for group in groups)
     for number, parameter in zip(numbers, parameters, strict=True):
         for key, value in given["state"].get(number, {}).items():
-            if key in float32:
+            if key in FLOAT32_STATES:
                 device = local(parameter).device if value.ndim else torch.device("cpu")
                 exact = value.detach().to(device, torch.float32, copy=True)
                 optimizer.state[parameter][key] = exact

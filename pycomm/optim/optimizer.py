@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -26,7 +26,6 @@ from pycomm.momentum.moment import FLOAT32_STATES, CodedMoment
 from pycomm.optim.loading import has_gradient, is_filling, load
 from pycomm.optim.settings import (
     GroupChecks,
-    policy_of,
     prepare,
     rule_of,
     settings_only,
@@ -34,6 +33,7 @@ from pycomm.optim.settings import (
 from pycomm.policy import Policy, agree_on_options, refused_together
 from pycomm.policy.exchange import device_of
 from pycomm.reduction import members
+from pycomm.reduction.refusals import MOMENTA, refused
 from pycomm.reduction.state import CompressionState
 
 
@@ -74,32 +74,34 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
         self._groups: dict[int, dict[str, Any]] = {}
         self._scaler = scaler
-        module, groups = model, []
-        if _is_ddp(model, name):
-            module, groups = model.module, [model.process_group]
-        else:
-            groups = check_averages(model, name)
+        wrapped = model if isinstance(model, DistributedDataParallel) else None
+        if not wrapped and not any(isinstance(part, FSDPModule) for part in model.modules()):
+            raise TypeError(
+                f"{name} takes a model wrapped in DistributedDataParallel or fully_shard, not "
+                f"{type(model).__name__}"
+            )
+        module = wrapped.module if wrapped else model
+        groups = [wrapped.process_group] if wrapped else check_averages(model, name)
         with refused_together(*groups):
-            policy, rule = policy_of(name, codec), rule_of(name, feedback)
+            policy, rule = Momenta.policy_of(codec), rule_of(name, feedback)
         self._checks = GroupChecks(name, module, defaults)
         self._checks.check(self.param_groups)
         self._ranks = groups  # with equal settings
         with_scaler = "with" if scaler is not None else "without"
         lines = [f"{name}, refresh={refresh}, {with_scaler} a GradScaler"]
         agree_on_options(lines + self._checks.terms(self.param_groups), *groups)
-        kind = DDPMomenta if _is_ddp(model, name) else ShardedMomenta
+        kind = DDPMomenta if wrapped else ShardedMomenta
         self.momenta: Momenta = kind(self._moment, self._find, self._unit, refresh)
         """What travels in place of the gradients."""
         given: dict[str, Any] = {"feedback": rule, "seed": seed, "transform": self.momenta}
-        if _is_ddp(model, name):
-            wrapped = model
+        if wrapped:
 
-            def make() -> CompressionState:
+            def make(wrapped: DistributedDataParallel = wrapped) -> CompressionState:
                 state = HookState(policy, wrapped, **given)
                 self.momenta.begin()
                 return state
 
-            self.compression = attach(model, make)
+            self.compression = attach(wrapped, make)
         else:
             self.compression = compress_shards(policy, model, **given)
             self.momenta.begin()
@@ -175,7 +177,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
             ValueError: other groups, or parameters that were coded and are not, or the reverse.
         """
         self.momenta.drop_step()
-        load(self, state_dict, FLOAT32_STATES)
+        load(self, state_dict)
         for state in self.state.values():  # of torch's SGD, before there is a momentum
             for key in [key for key, value in state.items() if value is None]:
                 del state[key]
@@ -237,11 +239,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
             ValueError: the model is in `fully_shard` or `replicate`.
         """
         if not isinstance(self.momenta, DDPMomenta):
-            raise ValueError(
-                f"{self._moment.optimizer} adopts states of models in DistributedDataParallel, "
-                "since shards of lost ranks are gone with them; go on from a checkpoint, with "
-                "load_checkpoint"
-            )
+            raise ValueError(refused(MOMENTA, "survivors that adopt a state, but in DDP"))
         typed("previous", previous, type(self))
         group = self.compression.process_group
         saved = members.broadcast_object(previous.state_dict(), 0, group, device_of(group))
@@ -268,11 +266,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             Error: always.
         """
-        raise Error(
-            f"{type(self).__name__} cannot be copied or pickled, since it exchanges the momentum "
-            "of one wrapped model: keep its state_dict(), or copy what its "
-            f"{self._plain}() returns"
-        )
+        raise Error(f"{type(self).__name__} {refused(MOMENTA, 'copies', plain=self._plain)}")
 
     # ------------------------------------------------------------------ parts of a step
 
@@ -323,17 +317,6 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         # stepped, and a checkpoint could not be loaded into it.
         state = self.state.get(parameter, {})
         return None if group is None else (group, state)
-
-
-def _is_ddp(model: nn.Module, name: str) -> TypeGuard[DistributedDataParallel]:
-    if isinstance(model, DistributedDataParallel):
-        return True
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return False
-    raise TypeError(
-        f"{name} takes a model wrapped in DistributedDataParallel or fully_shard, not "
-        f"{type(model).__name__}"
-    )
 
 
 def _alone(value: Any) -> Any:
