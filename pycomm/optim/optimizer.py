@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from itertools import chain
 from typing import Any, ClassVar
 
 import torch
@@ -22,8 +23,7 @@ from pycomm.hooks.ddp_momentum import DDPMomenta
 from pycomm.hooks.fsdp import compress_shards
 from pycomm.hooks.fsdp_momentum import ShardedMomenta, check_averages
 from pycomm.hooks.momentum import Momenta
-from pycomm.momentum.moment import FLOAT32_STATES, CodedMoment
-from pycomm.optim.loading import has_gradient, is_filling, load
+from pycomm.momentum.moment import FLOAT32_STATES, CodedMoment, local
 from pycomm.optim.settings import (
     GroupChecks,
     prepare,
@@ -50,9 +50,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
     _moment: ClassVar[type[CodedMoment]]
     """What is kept of a coded parameter, and how it moves."""
     _torch: ClassVar[type[torch.optim.Optimizer]]
-    """The same optimizer of torch, which exchanges nothing,"""
-    _plain: ClassVar[str]
-    """and the name of the method that returns one."""
+    """The same optimizer of torch, which exchanges nothing."""
 
     def __init__(
         self,
@@ -128,7 +126,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         ready, loss = prepare(self, self._scaler, closure)
         if not ready:
             return loss
-        if is_filling(self) and not self.compression.on_any_rank(has_gradient(self)):
+        if self._may_fill() and not self.compression.on_any_rank(self._has_gradient()):
             self._fill()
             return loss
         for group in self.param_groups:
@@ -177,7 +175,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
             ValueError: other groups, or parameters that were coded and are not, or the reverse.
         """
         self.momenta.drop_step()
-        load(self, state_dict)
+        self._load(state_dict)
         for state in self.state.values():  # of torch's SGD, before there is a momentum
             for key in [key for key, value in state.items() if value is None]:
                 del state[key]
@@ -266,7 +264,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             Error: always.
         """
-        raise Error(f"{type(self).__name__} {refused(MOMENTA, 'copies', plain=self._plain)}")
+        raise Error(f"{type(self).__name__} {refused(MOMENTA, 'copies')}")
 
     # ------------------------------------------------------------------ parts of a step
 
@@ -274,6 +272,49 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         """Make states of torch's optimizer those of coded moments."""
         for moment in self.momenta.moments.values():
             self.momenta.factor(moment, self.state.get(moment.parameter, {}))
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Load as torch's optimizer does, with two differences.
+
+        Torch gives every state but ``step`` the dtype and the device of its parameter; here
+        `FLOAT32_STATES` stay float32, and numbers stay on the CPU. And the optimizer keeps its
+        groups, with other settings, since schedulers may hold them that were made for another
+        optimizer (`pycomm.code_optimizer`).
+        """
+        given: dict[str, Any] = {}
+        # Registered last: it sees the state as other hooks have changed it.
+        handle = self.register_load_state_dict_pre_hook(lambda _, state: given.update(state))
+        groups = self.param_groups
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            settings = dict(loaded)
+            group.clear()
+            group.update(settings)
+        self.param_groups = groups
+        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in groups)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for key, value in given["state"].get(number, {}).items():
+                if key in FLOAT32_STATES:
+                    device = local(parameter).device if value.ndim else torch.device("cpu")
+                    exact = value.detach().to(device, torch.float32, copy=True)
+                    self.state[parameter][key] = exact
+
+    def _may_fill(self) -> bool:
+        """Return whether a step may be that by which torch.distributed.checkpoint makes states.
+
+        It steps a new optimizer with gradients and learning rates of zero. Ranks that find this
+        true have to agree, since a rank's gradients may be zero by chance.
+        """
+        return not self.state and not any(float(group["lr"]) for group in self.param_groups)
+
+    def _has_gradient(self) -> bool:
+        """Return whether a gradient of this rank has a value that is not zero."""
+        gradients = (p.grad for group in self.param_groups for p in group["params"])
+        return any(bool(local(grad).any()) for grad in gradients if grad is not None)
 
     def _fill(self) -> None:
         """Make the states of parameters that have a gradient, as a template for a checkpoint."""

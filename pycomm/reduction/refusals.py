@@ -192,7 +192,7 @@ REFUSALS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
         "copies": (
             "cannot be copied or pickled, since it exchanges the momentum of one wrapped model: "
-            "keep its state_dict(), or copy what its {plain}() returns",
+            "keep its state_dict(), or copy what its to_adamw() or to_sgd() returns",
             "its `state_dict()`; models are copied without hooks",
         ),
         "shards that are not rows": (
