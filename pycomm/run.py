@@ -2,14 +2,12 @@
 
     torchrun --nproc-per-node 2 -m pycomm.run --codec int4 train.py --its --own --arguments
     torchrun --nproc-per-node 2 -m pycomm.run --codec int4 -m package.train --its --own --arguments
-    torchrun --nproc-per-node 2 -m pycomm.run --optimizer sign train.py
 
 Two things change before the script starts. Its process groups become pycomm groups, whether it asks
 for "gloo", for "nccl" (without a GPU) or for no backend, and keep the name that it asked for
 (takeover.py). Gradients are compressed: those of every DistributedDataParallel from its
 construction on, those of every model in fully_shard (FSDP2) from its first forward on, and those of
-DeepSpeed's engine and Megatron-Core's DistributedDataParallel. With --optimizer the momentum of the
-script's AdamW, Adam or SGD travels instead, from the first forward of its model on.
+DeepSpeed's engine and Megatron-Core's DistributedDataParallel.
 All else is as with `python train.py`: `sys.argv`, `sys.path`, `__main__`, traceback, exit status.
 Under `srun` and `mpirun` the script finds the variables that torchrun would have set (launch.py).
 
@@ -34,7 +32,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -48,8 +45,6 @@ from pycomm.errors import Error
 from pycomm.hooks.construction import after_construction
 from pycomm.launch import launch_env
 from pycomm.log import logger
-from pycomm.optim import found
-from pycomm.optim.settings import policy_of
 from pycomm.policy import PROTECT, Policy, Rule
 
 AS_ASKED = "script"  # value of --backend that leaves the choice to the script
@@ -60,8 +55,6 @@ class CompressionChoice:
     """Options for every DistributedDataParallel and fully_shard; policy None: no compression."""
 
     policy: Policy | None = None
-    momentum: bool = False
-    """The policy is that of the optimizers' momentum, not of the gradients."""
     feedback: bool = True
     seed: int = 0
 
@@ -87,11 +80,6 @@ def _parser() -> _Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--codec", help='of gradients: "int4", "auto"; else exact')
-    parser.add_argument(
-        "--optimizer",
-        metavar="CODEC",
-        help='of the momentum of AdamW, Adam or SGD, which travels instead: "sign"',
-    )
     parser.add_argument(
         "--rule",
         action="append",
@@ -145,22 +133,14 @@ def apply(options: Sequence[str]) -> None:
         if not pattern or not spec:
             parser.error(f"--rule takes PATTERN=CODEC, not {text!r}")
         rules.append((pattern, spec))
-    chosen = given.codec if given.optimizer is None else given.optimizer
-    if chosen is None and (rules or given.no_feedback or given.seed is not None):
+    if given.codec is None and (rules or given.no_feedback or given.seed is not None):
         parser.error("--rule, --no-feedback and --seed are about compression: give a --codec")
-    momentum = given.optimizer is not None
-    if momentum and given.codec is not None:
-        parser.error("gradients travel (--codec) or the momentum (--optimizer): give one of them")
-    if momentum and given.no_feedback:
-        parser.error("--optimizer needs feedback: leave --no-feedback out")
     if given.seed is not None:
         whole("seed", given.seed, 0, 2**64 - 1)
     policy = None
-    if chosen is not None:
+    if given.codec is not None:
         first = (Rule(codec=spec, name=name, reason=f"--rule {name}") for name, spec in rules)
-        policy = replace(Policy.of(chosen), rules=(*first, *PROTECT))
-        if momentum:
-            policy = policy_of("--optimizer", policy)
+        policy = replace(Policy.of(given.codec), rules=(*first, *PROTECT))
     backend = (given.backend or "pycomm").lower()
     if backend not in (AS_ASKED, *dist.Backend.backend_list) or backend in ("undefined", "fake"):
         known = sorted(set(dist.Backend.backend_list) - {"undefined", "fake"})
@@ -179,10 +159,8 @@ def apply(options: Sequence[str]) -> None:
         # Tensors on a GPU stay with NCCL.
         names = ["gloo"] if torch.cuda.is_available() else ["gloo", "nccl"]
         takeover.install(names, backend)
-    _compression = CompressionChoice(policy, momentum, not given.no_feedback, given.seed or 0)
+    _compression = CompressionChoice(policy, not given.no_feedback, given.seed or 0)
     if policy is not None:
-        if momentum:
-            found.watch()
         _compress_every_ddp()
         _compress_every_fsdp()
         _compress_other_wrappers()
@@ -203,9 +181,7 @@ def _compress_every_ddp() -> None:
     def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
         given = _compression
-        if given.momentum:
-            self.register_forward_pre_hook(_compress_root, prepend=True)
-        elif given.policy is not None:
+        if given.policy is not None:
             compress(self, given.policy, feedback=given.feedback, seed=given.seed)
             vars(self)["_pycomm"] = True
 
@@ -258,8 +234,6 @@ def _compress_or_tell(model: nn.Module) -> None:
     if given.policy is None or dist.get_world_size() == 1:
         return
     try:
-        if given.momentum:
-            raise Error(f"{type(model).__name__} exchanges gradients: use --codec")
         compress(model, given.policy, feedback=given.feedback, seed=given.seed)
     except (Error, ValueError) as error:
         _tell(str(error))
@@ -267,28 +241,13 @@ def _compress_or_tell(model: nn.Module) -> None:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _compress_root(module: nn.Module, _: object) -> None:
-    """Compress the root: the forward pre-hook of all fully_shard modules, run first on the root.
-
-    For momentum it is that of DDP, too, since scripts may make their optimizer after it.
-    """
+    """Compress the root: the forward pre-hook of all fully_shard modules, run first on the root."""
     given = _compression
     if vars(module).get("_pycomm") or given.policy is None:
         return
-    if not given.momentum:
-        _mark(module)
-        compress(module, given.policy, feedback=given.feedback, seed=given.seed)
-    elif torch.is_grad_enabled():  # else an evaluation
-        for part in module.modules():
-            if isinstance(part, FSDPModule):
-                part.reshard()  # an evaluation has left whole parameters
-        _mark(module)
-        found.code_optimizer_of(module, given.policy, _tell, seed=given.seed)
-
-
-def _mark(module: nn.Module) -> None:
-    """Mark a root and its parts as seen: each is compressed once."""
-    for part in module.modules():
+    for part in module.modules():  # each is compressed once
         vars(part)["_pycomm"] = True
+    compress(module, given.policy, feedback=given.feedback, seed=given.seed)
 
 
 # ------------------------------------------------------------------------ scripts and modules
@@ -386,8 +345,7 @@ def _watch_steps() -> None:
 def _tell(reason: str) -> None:
     """Warn on the first rank, once for each reason, that gradients are not compressed."""
     if reason not in _told and dist.get_rank() == 0:
-        option = "--optimizer" if _compression.momentum else "--codec"
-        logger.warning("run: %s compresses nothing here: %s", option, reason)
+        logger.warning("run: --codec compresses nothing here: %s", reason)
     _told.add(reason)
 
 

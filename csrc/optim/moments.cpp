@@ -107,50 +107,36 @@ PYCOMM_SIMD void square_rows(const float* __restrict x, const float* __restrict 
   if (y) row[1] = sum_y;
 }
 
-PYCOMM_SIMD float total(const float* x, size_t count) {
-  float sum = 0;
+/// Adds of(at) to a sum, with `at` as in over_lanes(), of whole patches of a row or its last.
+template <typename Of>
+PYCOMM_HD float added(float sum, size_t count, const Of& of) {
   Lanes lanes;
   over_lanes(
-      count, [&](size_t, const auto& at) PYCOMM_INLINED { lanes = lanes + at(x); },
+      count, [&](size_t, const auto& at) PYCOMM_INLINED { lanes = lanes + of(at); },
       [&]() PYCOMM_INLINED {
         sum += lanes.total();
         lanes = {};
       });
   return sum;
+}
+
+PYCOMM_SIMD float total(const float* x, size_t count) {
+  return added(0, count, [&](const auto& at) PYCOMM_INLINED { return at(x); });
 }
 
 /// Returns the sum of the products.
 PYCOMM_SIMD float project(const float* x, const float* signs, size_t count) {
-  float sum = 0;
-  Lanes lanes;
-  over_lanes(
-      count, [&](size_t, const auto& at) PYCOMM_INLINED { lanes = lanes + at(x) * at(signs); },
-      [&]() PYCOMM_INLINED {
-        sum += lanes.total();
-        lanes = {};
-      });
-  return sum;
+  return added(0, count, [&](const auto& at) PYCOMM_INLINED { return at(x) * at(signs); });
 }
 
-/// Adds to `sums` those of the squares of e and of x + e, of whole patches of a row or its last.
-PYCOMM_SIMD void add_errors(const float* x, const float* e, size_t count, float* sums) {
-  Lanes left, coded;
-  over_lanes(
-      count,
-      [&](size_t, const auto& at) PYCOMM_INLINED {
-        const Lanes error = at(e), both = at(x) + error;
-        left = left + error * error;
-        coded = coded + both * both;
-      },
-      [&]() PYCOMM_INLINED {
-        sums[0] += left.total();
-        sums[1] += coded.total();
-        left = coded = {};
-      });
-}
-
-PYCOMM_SIMD void add_to(float* to, const float* x, size_t count) {
-  for (size_t j = 0; j < count; j++) to[j] += x[j];
+/// Adds to two sums the squares of e, and those of x + e.
+PYCOMM_SIMD void add_errors(const float* x, const float* e, size_t count, float& left,
+                            float& coded) {
+  left = added(left, count, [&](const auto& at) PYCOMM_INLINED { return at(e) * at(e); });
+  coded = added(coded, count, [&](const auto& at) PYCOMM_INLINED {
+    const Lanes both = at(x) + at(e);
+    return both * both;
+  });
 }
 
 PYCOMM_SIMD void add_times(float* to, const float* x, float by, size_t count) {
@@ -169,7 +155,7 @@ PYCOMM_SIMD void divide_row(float* __restrict g, const float* __restrict m,
   for (size_t j = 0; j < count; j++) g[j] = (g[j] * rest + m[j] * beta) * row * column[j];
 }
 
-/// The same where nothing divides.
+/// The same where nothing divides, which takes a tenth less.
 PYCOMM_SIMD void blend_row(float* __restrict g, const float* __restrict m, size_t count, float beta,
                            float rest) {
   for (size_t j = 0; j < count; j++) g[j] = g[j] * rest + m[j] * beta;
@@ -187,9 +173,10 @@ PYCOMM_SIMD void bound_row(float* __restrict p, const float* __restrict m,
   for (size_t j = 0; j < count; j++) p[j] = p[j] * share + m[j] * other * row * column[j];
 }
 
-PYCOMM_SIMD void multiply_row(float* __restrict x, const float* __restrict column, size_t count,
-                              float row) {
-  for (size_t j = 0; j < count; j++) x[j] = x[j] * row * column[j];
+/// `out` may be x.
+PYCOMM_SIMD void multiply_row(const float* x, const float* __restrict column, float* out,
+                              size_t count, float row) {
+  for (size_t j = 0; j < count; j++) out[j] = x[j] * row * column[j];
 }
 
 PYCOMM_SIMD void move_row(float* __restrict x, const float* __restrict g,
@@ -207,19 +194,13 @@ PYCOMM_SIMD void move_row(float* __restrict x, const float* __restrict g,
   }
 }
 
-/// The same without denominators; also writes what is kept of the momentum.
+/// The same without denominators, in one pass with what is kept, which takes a third less.
 PYCOMM_SIMD void move_plainly(float* __restrict x, const float* __restrict g, float* __restrict out,
                               size_t count, float lr, float keep, float kept) {
   for (size_t j = 0; j < count; j++) {
     out[j] = g[j] * kept;
     x[j] = x[j] * keep - g[j] * lr;
   }
-}
-
-/// What was sent of values that nothing divides.
-PYCOMM_SIMD void sent_plainly(const float* x, const float* before, const float* after, float* out,
-                              size_t count, float kept) {
-  for (size_t j = 0; j < count; j++) out[j] = (x[j] + before[j] - after[j]) * kept;
 }
 
 PYCOMM_SIMD void sent_row(const float* __restrict x, const float* __restrict before,
@@ -301,6 +282,9 @@ struct Shape {
   size_t rows, columns;
 };
 
+/// In the place of the factors of a slice's columns where nothing divides.
+const std::vector<float> kOnes(kSlice, 1.0f);
+
 /// Factors by row, which are 1 behind the last real one, and by column. Nulls: all are 1.
 struct MatrixFactors {
   const float* row = nullptr;
@@ -308,62 +292,13 @@ struct MatrixFactors {
   size_t real = 0;
 
   float of_row(size_t i) const { return row && i < real ? row[i] : 1.0f; }
-};
-
-/// What `encode` does with a shard.
-struct Encode {
-  float* values = nullptr;  ///< g [rows, columns], which becomes p
-  Shape shape = {};
-  size_t group = 0;  ///< the same of all shards of a matrix
-  size_t real = 0;   ///< rows before the padding
-  bool looks_only = false;
-  MatrixFactors by = {};
-  Stored momentum = {};  ///< m of the real rows; null: it is left out
-  float beta = 0, rest = 1;
-  float* row_sums = nullptr;  ///< to which `unit` times g's squares are added; null: not wanted
-  float* column_sums = nullptr;
-  float unit = 1;
-  const float* bounds = nullptr;  ///< [real]; g's squares count at most `most` times their sum
-  float most = 0;                 ///< 0: any
-  const float* signs = nullptr;   ///< [columns]; null: rows have no projections
-  size_t begin = 0;               ///< number of the first row in the matrix, of which
-  size_t first = 0, stride = 1;   ///< these rows have one
-  float* projections = nullptr;   ///< to which `by_unit` times g's rows times the signs are added
-  float by_unit = 1;
-  Stored residual = {};     ///< e, by which p is coded
-  float* errors = nullptr;  ///< [2], to which the squares of e and of p + e are added; null: none
-  float* copy = nullptr;    ///< where p is written, too; null: nowhere
-};
-
-/// A matrix of `sent`.
-struct Sent {
-  Stored values;
-  Shape shape;
-  MatrixFactors by;
-  float kept;
-  Stored before, after;  ///< the residual before and after the coding, of one form; or none
-  Stored out;
-};
-
-/// A parameter of `move`.
-struct Move {
-  Stored x;
-  Shape shape;
-  Stored gradient;
-  Stored momentum;
-  MatrixFactors by;  ///< reciprocals of the denominators; nulls: the gradient moves as it is
-  float lr, keep, limit;
-  float kept;         ///< what the gradient is multiplied by to be kept
-  bool moves = true;  ///< else only the momentum is kept
+  /// Returns those of the columns of a slice, from column j on.
+  const float* of_columns(size_t j) const { return column ? column + j : kOnes.data(); }
 };
 
 size_t blocks_of(size_t rows) { return (rows + kBlock - 1) / kBlock; }
 
 Shape shape_of(const Matrix& m) { return {m.rows.count, m.rows.columns}; }
-template <typename Item>
-Shape shape_of(const Item& item) {
-  return item.shape;
-}
 
 Room room_of(const Matrix& m) { return room_at(m.room, m.rows.all, m.rows.columns); }
 
@@ -392,19 +327,18 @@ void over_rows(const Shape& x, size_t at, size_t count, const Act& act) {
   }
 }
 
-/// Calls act(item, block, far) for each block of rows of each matrix; `far`: see put().
-template <typename Items, typename Act>
-void over_blocks(Items& items, int threads, const Act& act) {
-  std::vector<std::pair<decltype(items.data()), size_t>> places;
+/// Calls act(i, block, far) for each block of rows of matrices of these shapes; `far`: see put().
+template <typename Act>
+void over_blocks(const std::vector<Shape>& shapes, int threads, const Act& act) {
+  std::vector<std::pair<size_t, size_t>> places;
   size_t values = 0;
-  for (auto& item : items) {
-    const Shape x = shape_of(item);
-    for (size_t b = 0; b < blocks_of(x.rows); b++) places.emplace_back(&item, b);
-    values += x.rows * x.columns;
+  for (size_t i = 0; i < shapes.size(); i++) {
+    for (size_t b = 0; b < blocks_of(shapes[i].rows); b++) places.emplace_back(i, b);
+    values += shapes[i].rows * shapes[i].columns;
   }
   const bool far = values >= kFar;
   spread(places.size(), values, threads, [&](size_t n) {
-    act(*places[n].first, places[n].second, far);
+    act(places[n].first, places[n].second, far);
 #ifdef __SSE2__
     if (far) _mm_sfence();
 #endif
@@ -412,177 +346,6 @@ void over_blocks(Items& items, int threads, const Act& act) {
 }
 
 // ------------------------------------------------------------------------------ encode
-
-/// The work on one task.
-class Encoding {
- public:
-  /// `room` is zeros, room_for(task) of them.
-  Encoding(const Encode& task, float* room)
-      : shape(task.shape),
-        task_(task),
-        width_(width_of(task)),
-        rows_(room),
-        errors_(rows_ + task.real),
-        reciprocals_(errors_ + 2 * shape.rows),
-        columns_(reciprocals_ + width_) {
-    for (size_t j = 0; j < shape.columns; j++) {
-      reciprocals_[j] = task.by.column ? 1.0f / task.by.column[j] : 1.0f;
-    }
-  }
-
-  static size_t room_for(const Encode& task) {
-    return task.real + 2 * task.shape.rows + width_of(task) * (1 + blocks_of(task.real));
-  }
-
-  size_t group() const { return task_.group; }
-
-  /// Goes over a block of rows.
-  void take(size_t block, bool far) {
-    const size_t first = block * kBlock, end = std::min(shape.rows, first + kBlock);
-    for (size_t i = first; i < end; i += 2) {
-      const size_t stop = std::min(end, i + 2);
-      look(i, stop);
-      for (size_t r = i; !task_.looks_only && r < stop; r++) divide(r, far);
-    }
-  }
-
-  /// Adds up what the blocks have found, and scales a gradient down that is too large.
-  void finish() {
-    if (add_up()) {
-      for (size_t b = 0; b < blocks_of(shape.rows); b++) bound(b);
-    }
-    for (size_t k = 0; task_.errors && k < 2; k++) {
-      task_.errors[k] += total(errors_ + k * shape.rows, shape.rows);
-    }
-  }
-
-  const Shape shape;
-
- private:
-  /// Returns whether the gradient is to be scaled down.
-  bool add_up() {
-    if (!task_.row_sums) return false;
-    add_times(task_.row_sums, rows_, task_.unit, task_.real);
-    for (size_t b = 1; b < blocks_of(task_.real); b++) {
-      add_to(columns_, columns_ + b * width_, shape.columns);
-    }
-    if (task_.real) add_times(task_.column_sums, columns_, task_.unit, shape.columns);
-    if (task_.most == 0) return false;
-    const float energy = total(rows_, task_.real) * task_.unit;
-    const float most = std::max(kTiny, total(task_.bounds, task_.real) * task_.most);
-    if (!(energy > most)) return false;
-    share_ = std::sqrt(most / energy);
-    return true;
-  }
-
-  bool has_momentum(size_t i) const { return task_.momentum.at && i < task_.real; }
-
-  /// Scales the gradient down in a block of rows.
-  void bound(size_t block) {
-    const float other = (1 - share_) * task_.beta;
-    const size_t end = std::min(shape.rows, (block + 1) * kBlock);
-    Slice room;
-    for (size_t i = block * kBlock; i < end; i++) {
-      for (size_t j = 0; j < shape.columns; j += kSlice) {
-        const size_t count = std::min(kSlice, shape.columns - j), at = i * shape.columns + j;
-        float* const p = task_.values + at;
-        if (has_momentum(i)) {
-          const float* m = loaded(task_.momentum, at, count, room);
-          bound_row(p, m, reciprocals_ + j, count, share_, other, 1.0f / task_.by.of_row(i));
-        } else {
-          scale_to(p, p, count, share_);
-        }
-        written(i, at, count, p, room, j == 0, false);
-      }
-    }
-  }
-
-  /// Adds squares and projections of up to two rows.
-  void look(size_t begin, size_t end) {
-    const float* x = task_.values + begin * shape.columns;
-    const size_t count = std::min(end, task_.real) - std::min(begin, task_.real);
-    if (task_.row_sums && count > 0) {
-      const float* const y = count == 2 ? x + shape.columns : nullptr;
-      square_rows(x, y, shape.columns, &rows_[begin], &columns_[begin / kBlock * width_]);
-    }
-    if (!task_.signs) return;
-    for (size_t i = task_.begin + begin; i < task_.begin + begin + count; i++) {
-      if (i >= task_.first && (i - task_.first) % task_.stride == 0) {
-        float& to = task_.projections[(i - task_.first) / task_.stride];
-        to = to + project(x, task_.signs, shape.columns) * task_.by_unit;
-      }
-      x += shape.columns;
-    }
-  }
-
-  void divide(size_t i, bool far) {
-    const float row = 1.0f / task_.by.of_row(i);
-    Slice room;
-    for (size_t j = 0; j < shape.columns; j += kSlice) {
-      const size_t count = std::min(kSlice, shape.columns - j), at = i * shape.columns + j;
-      float* const g = task_.values + at;
-      if (has_momentum(i)) {
-        const float* m = loaded(task_.momentum, at, count, room);
-        if (task_.by.row) {
-          divide_row(g, m, reciprocals_ + j, count, task_.beta, task_.rest, row);
-        } else {
-          blend_row(g, m, count, task_.beta, task_.rest);
-        }
-      } else {
-        divide_alone(g, reciprocals_ + j, count, task_.rest, row);
-      }
-      written(i, at, count, g, room, j == 0, far);
-    }
-  }
-
-  /// Takes note of values that are to be coded.
-  void written(size_t i, size_t at, size_t count, const float* p, Slice& room, bool first,
-               bool far) {
-    if (task_.copy) put(task_.copy + at, p, count, far);
-    if (!task_.errors) return;
-    float sums[2] = {first ? 0 : errors_[i], first ? 0 : errors_[shape.rows + i]};
-    add_errors(p, loaded(task_.residual, at, count, room), count, sums);
-    errors_[i] = sums[0];
-    errors_[shape.rows + i] = sums[1];
-  }
-
-  /// Room for the sums of a block's columns.
-  static size_t width_of(const Encode& task) {
-    return (task.shape.columns + kLanes - 1) / kLanes * kLanes;
-  }
-
-  const Encode& task_;
-  const size_t width_;
-  float* const rows_;         // sums of squares [real]
-  float* const errors_;       // two sums [2, rows]
-  float* const reciprocals_;  // of the columns' factors
-  float* const columns_;      // sums of squares [blocks, width]
-  float share_ = 1;
-};
-
-void run(const std::vector<Encode>& tasks, int threads) {
-  std::vector<Encoding> all;
-  all.reserve(tasks.size());
-  // Kept from call to call: pages of fresh memory would cost as much as the sums.
-  thread_local std::vector<float> room;
-  size_t values = 0, numel = 0;
-  for (const Encode& task : tasks) numel += Encoding::room_for(task);
-  room.assign(numel, 0.0f);
-  float* next = room.data();
-  std::vector<size_t> groups;  // the first one of each, and the end
-  for (size_t i = 0; i < tasks.size(); i++) {
-    if (i == 0 || tasks[i].group != tasks[i - 1].group) groups.push_back(i);
-    all.emplace_back(tasks[i], next);
-    next += Encoding::room_for(tasks[i]);
-    values += tasks[i].shape.rows * tasks[i].shape.columns;
-  }
-  groups.push_back(tasks.size());
-  over_blocks(all, threads, [](Encoding& one, size_t block, bool far) { one.take(block, far); });
-  // Shards add to the same sums, one after the other.
-  spread(groups.size() - 1, values, threads, [&](size_t g) {
-    for (size_t i = groups[g]; i < groups[g + 1]; i++) all[i].finish();
-  });
-}
 
 /// Values of a matrix as floats: where they are, or in memory of their own.
 class Floats {
@@ -609,59 +372,218 @@ class Floats {
   std::vector<float> own_;
 };
 
-// ------------------------------------------------------------------------------ what comes of that
+/// The work of `squares` and of `encode` on a shard.
+class Encoding {
+ public:
+  /// `room` is zeros, room_for(m) of them.
+  Encoding(const Matrix& m, const Turn& turn, const Pass& pass, bool encodes, float* room)
+      : m_(m),
+        turn_(turn),
+        pass_(pass),
+        shape_(shape_of(m)),
+        real_(m.rows.real()),
+        encodes_(encodes),
+        looks_(!encodes || !turn.is_new),
+        floats_({place(pass.values, pass.dtype, m), form_of(pass.dtype)}, m.rows.numel()),
+        copy_{place(pass.copy, pass.dtype, m), form_of(pass.dtype)},
+        kept_(room_of(m)),
+        extra_(kept_.fresh + m.rows.all + m.rows.columns),
+        width_(width_of(m)),
+        rows_(room),
+        errors_(rows_ + real_),
+        reciprocals_(errors_ + 2 * shape_.rows),
+        columns_(reciprocals_ + width_) {
+    if (looks_ && m.rows.shard == 0) std::fill(kept_.fresh, extra_ + kExtra, 0.0f);
+    if (!encodes) return;
+    set_step(*kept_.numbers, turn.momentum, pass.unit);
+    beta_ = kept_.numbers->beta * (1.0f / turn.kept);
+    if (pass.divides) by_ = factors_of(m);
+    if (beta_ > 0) momentum_ = turn.own < 0 ? m.momentum : Stored{m.own.at[turn.own], m.own.form};
+    if (turn.signs) residual_ = {m.residual.at[turn.residual], m.residual.form};
+    for (size_t j = 0; j < shape_.columns; j++) {
+      reciprocals_[j] = by_.column ? 1.0f / by_.column[j] : 1.0f;
+    }
+  }
 
-void sent_block(const Sent& item, size_t block, bool far) {
-  over_slices(item.shape, block, [&](size_t at, size_t count) {
-    Slice given, before, after, out;
-    const float *values = loaded(item.values, at, count, given), *e = nullptr, *left = nullptr;
-    if (item.before.at) {
-      e = loaded(item.before, at, count, before);
-      left = loaded(item.after, at, count, after);
+  static size_t room_for(const Matrix& m) {
+    const size_t real = m.rows.real();
+    return real + 2 * m.rows.count + width_of(m) * (1 + blocks_of(real));
+  }
+
+  /// Goes over a block of rows.
+  void take(size_t block, bool far) {
+    const size_t first = block * kBlock, end = std::min(shape_.rows, first + kBlock);
+    for (size_t i = first; i < end; i += 2) {
+      const size_t stop = std::min(end, i + 2);
+      if (looks_) look(i, stop);
+      for (size_t r = i; encodes_ && r < stop; r++) divide(r, far);
     }
-    if (!item.by.column && e) {
-      sent_plainly(values, e, left, out, count, item.kept);
-    } else if (!item.by.column) {
-      scale_to(values, out, count, item.kept);
-    } else {
-      over_rows(item.shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
-        const float row = item.by.of_row(i) * item.kept;
-        if (e) {
-          sent_row(values + k, e + k, left + k, item.by.column + j, out + k, n, row);
+  }
+
+  /// Adds up what the blocks have found, and scales a gradient down that is too large.
+  void finish() {
+    if (looks_ && add_up()) {
+      for (size_t b = 0; b < blocks_of(shape_.rows); b++) bound(b);
+    }
+    for (size_t k = 0; residual_.at && k < 2; k++) {
+      extra_[kLeft + k] += total(errors_ + k * shape_.rows, shape_.rows);
+    }
+    if (encodes_) floats_.write(copy_);
+  }
+
+ private:
+  /// Returns whether the gradient is to be scaled down.
+  bool add_up() {
+    const auto unit = static_cast<float>(pass_.unit * pass_.unit);
+    add_times(kept_.fresh + m_.rows.first, rows_, unit, real_);
+    for (size_t b = 1; b < blocks_of(real_); b++) {
+      add_times(columns_, columns_ + b * width_, 1.0f, shape_.columns);
+    }
+    if (real_) add_times(kept_.fresh + m_.rows.all, columns_, unit, shape_.columns);
+    const Numbers& numbers = *kept_.numbers;
+    if (!(numbers.weight > 0)) return false;
+    const float energy = total(rows_, real_) * unit;
+    const float allowed = total(m_.row + m_.rows.first, real_);
+    const float most = std::max(kTiny, allowed * most_of(numbers, pass_.bound, pass_.ranks));
+    if (!(energy > most)) return false;
+    share_ = std::sqrt(most / energy);
+    return true;
+  }
+
+  bool has_momentum(size_t i) const { return momentum_.at && i < real_; }
+
+  /// Scales the gradient down in a block of rows.
+  void bound(size_t block) {
+    const float other = (1 - share_) * beta_;
+    const size_t end = std::min(shape_.rows, (block + 1) * kBlock);
+    Slice room;
+    for (size_t i = block * kBlock; i < end; i++) {
+      for (size_t j = 0; j < shape_.columns; j += kSlice) {
+        const size_t count = std::min(kSlice, shape_.columns - j), at = i * shape_.columns + j;
+        float* const p = floats_.at() + at;
+        if (has_momentum(i)) {
+          const float* m = loaded(momentum_, at, count, room);
+          bound_row(p, m, reciprocals_ + j, count, share_, other, 1.0f / by_.of_row(i));
         } else {
-          std::memcpy(out + k, values + k, 4 * n);
-          multiply_row(out + k, item.by.column + j, n, row);
+          scale_to(p, p, count, share_);
         }
-      });
+        written(i, at, count, p, room, j == 0, false);
+      }
     }
-    if (item.out.form == kFloat32) {
-      put(floats_at(item.out) + at, out, count, far);
-    } else {
-      feedback::store(static_cast<Storage>(item.out.form), {out, count}, from(item.out, at).at);
+  }
+
+  /// Adds squares and projections of up to two rows.
+  void look(size_t begin, size_t end) {
+    const float* x = floats_.at() + begin * shape_.columns;
+    const size_t count = std::min(end, real_) - std::min(begin, real_);
+    if (count > 0) {
+      const float* const y = count == 2 ? x + shape_.columns : nullptr;
+      square_rows(x, y, shape_.columns, &rows_[begin], &columns_[begin / kBlock * width_]);
     }
+    if (!turn_.signs) return;
+    for (size_t i = m_.rows.first + begin; i < m_.rows.first + begin + count; i++) {
+      if (i >= turn_.first && (i - turn_.first) % turn_.stride == 0) {
+        float& to = extra_[kOwn + 1 + (i - turn_.first) / turn_.stride];
+        to = to + project(x, turn_.signs, shape_.columns) * static_cast<float>(pass_.unit);
+      }
+      x += shape_.columns;
+    }
+  }
+
+  void divide(size_t i, bool far) {
+    const float row = 1.0f / by_.of_row(i), rest = kept_.numbers->rest;
+    Slice room;
+    for (size_t j = 0; j < shape_.columns; j += kSlice) {
+      const size_t count = std::min(kSlice, shape_.columns - j), at = i * shape_.columns + j;
+      float* const g = floats_.at() + at;
+      if (has_momentum(i)) {
+        const float* const m = loaded(momentum_, at, count, room);
+        if (by_.row) {
+          divide_row(g, m, reciprocals_ + j, count, beta_, rest, row);
+        } else {
+          blend_row(g, m, count, beta_, rest);
+        }
+      } else {
+        divide_alone(g, reciprocals_ + j, count, rest, row);
+      }
+      written(i, at, count, g, room, j == 0, far);
+    }
+  }
+
+  /// Takes note of values that are to be coded.
+  void written(size_t i, size_t at, size_t count, const float* p, Slice& room, bool first,
+               bool far) {
+    if (copy_.at && copy_.form == kFloat32) put(floats_at(copy_) + at, p, count, far);
+    if (!residual_.at) return;
+    float &left = errors_[i], &coded = errors_[shape_.rows + i];
+    if (first) left = coded = 0;
+    add_errors(p, loaded(residual_, at, count, room), count, left, coded);
+  }
+
+  /// Room for the sums of a block's columns.
+  static size_t width_of(const Matrix& m) {
+    return (m.rows.columns + kLanes - 1) / kLanes * kLanes;
+  }
+
+  const Matrix& m_;
+  const Turn& turn_;
+  const Pass& pass_;
+  const Shape shape_;
+  const size_t real_;  // rows before the padding
+  const bool encodes_, looks_;
+  Floats floats_;  // g, which becomes p
+  const Stored copy_;
+  const Room kept_;
+  float* const extra_;  // behind the sums
+  const size_t width_;
+  float* const rows_;         // sums of squares [real]
+  float* const errors_;       // two sums [2, rows]
+  float* const reciprocals_;  // of the columns' factors
+  float* const columns_;      // sums of squares [blocks, width]
+  MatrixFactors by_ = {};
+  Stored momentum_ = {};  // null: it is left out
+  Stored residual_ = {};  // null: its errors are not wanted
+  float beta_ = 0, share_ = 1;
+};
+
+/// Adds up the squares of new matrices' gradients; or those of the others, and encodes all.
+void take_turns(const std::vector<Matrix>& matrices, const Pass& pass,
+                const std::vector<Turn>& turns, int threads, bool encodes) {
+  std::vector<size_t> chosen;
+  size_t numel = 0, values = 0;
+  for (size_t i = 0; i < matrices.size(); i++) {
+    if (!encodes && !turns.at(i).is_new) continue;
+    chosen.push_back(i);
+    numel += Encoding::room_for(matrices[i]);
+  }
+  // Kept from call to call: pages of fresh memory would cost as much as the sums.
+  thread_local std::vector<float> room;
+  room.assign(numel, 0.0f);
+  float* next = room.data();
+  std::vector<Encoding> all;
+  all.reserve(chosen.size());
+  std::vector<Shape> shapes;
+  std::vector<size_t> groups;  // the first shard of each matrix, and the end
+  for (const size_t i : chosen) {
+    const Matrix& m = matrices[i];
+    if (m.rows.shard == 0) groups.push_back(all.size());
+    all.emplace_back(m, turns.at(i), pass, encodes, next);
+    shapes.push_back(shape_of(m));
+    next += Encoding::room_for(m);
+    values += m.rows.numel();
+  }
+  groups.push_back(all.size());
+  over_blocks(shapes, threads, [&](size_t i, size_t block, bool far) { all[i].take(block, far); });
+  // Shards add to the same sums, one after the other.
+  spread(groups.size() - 1, values, threads, [&](size_t g) {
+    for (size_t i = groups[g]; i < groups[g + 1]; i++) all[i].finish();
   });
 }
 
-void move_block(const Move& item, size_t block, bool far) {
-  over_slices(item.shape, block, [&](size_t at, size_t count) {
-    Slice given, scaled, values;
-    const float *const g = loaded(item.gradient, at, count, given), *kept = g;
-    if (item.kept != 1 && item.by.row) scale_to(g, scaled, count, item.kept);
-    if (item.kept != 1 || !item.by.row) kept = scaled;
-    if (item.moves) {
-      auto* const x = const_cast<float*>(loaded(item.x, at, count, values));
-      if (!item.by.row) {
-        move_plainly(x, g, scaled, count, item.lr, item.keep, item.kept);
-      } else {
-        over_rows(item.shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
-          const float row = item.by.row[i];
-          move_row(x + k, kept + k, item.by.column + j, n, row, item.lr, item.keep, item.limit);
-        });
-      }
-      if (item.x.form != kFloat32) put(item.x, at, x, count, false);
-    }
-    put(item.momentum, at, kept, count, far);
-  });
+std::vector<Shape> shapes_of(const std::vector<Matrix>& matrices) {
+  std::vector<Shape> shapes;
+  for (const Matrix& m : matrices) shapes.push_back(shape_of(m));
+  return shapes;
 }
 
 // ------------------------------------------------------------------------------ second moments
@@ -697,118 +619,65 @@ struct Alone {
   void sync() const {}
 };
 
-// ------------------------------------------------------------------------------ of moments
-
-/// Adds up the squares of new matrices' gradients; or those of the others, and encodes all.
-void take_turns(const std::vector<Matrix>& matrices, const Pass& pass,
-                const std::vector<Turn>& turns, int threads, bool new_ones) {
-  std::vector<Encode> tasks;
-  std::vector<Floats> floats;
-  std::vector<Stored> copies;
-  floats.reserve(matrices.size());
-  const auto place = [&](void* values, const Matrix& m) -> Stored {
-    auto* const at = static_cast<uint8_t*>(values);
-    return {at ? at + m.offset * size_of(pass.dtype) : nullptr, form_of(pass.dtype)};
-  };
-  size_t group = 0;
-  for (size_t i = 0; i < matrices.size(); i++) {
-    const Matrix& m = matrices[i];
-    const Turn& turn = turns.at(i);
-    if (m.rows.shard == 0) group++;
-    if (new_ones && !turn.is_new) continue;
-    const Room room = room_of(m);
-    Numbers& numbers = *room.numbers;
-    float* const extra = room.fresh + m.rows.all + m.rows.columns;
-    floats.emplace_back(place(pass.values, m), m.rows.numel());
-    copies.push_back(place(pass.copy, m));
-    Encode task;
-    task.values = floats.back().at();
-    task.shape = shape_of(m);
-    task.group = group;
-    task.real = m.rows.real();
-    if (new_ones || !turn.is_new) {
-      if (m.rows.shard == 0) std::fill(room.fresh, extra + kExtra, 0.0f);
-      task.row_sums = room.fresh + m.rows.first;
-      task.column_sums = room.fresh + m.rows.all;
-      task.unit = static_cast<float>(pass.unit * pass.unit);
-      if (numbers.weight > 0) {
-        task.bounds = m.row + m.rows.first;
-        task.most = most_of(numbers, pass.bound, pass.ranks);
-      }
-      task.signs = turn.signs;
-      task.begin = m.rows.first;
-      task.first = turn.first;
-      task.stride = turn.stride;
-      task.projections = extra + kOwn + 1;
-      task.by_unit = static_cast<float>(pass.unit);
-    }
-    task.looks_only = new_ones;
-    if (!new_ones) {
-      set_step(numbers, turn.momentum, pass.unit);
-      task.beta = numbers.beta * (1.0f / turn.kept);
-      task.rest = numbers.rest;
-      if (pass.divides) task.by = factors_of(m);
-      if (task.beta > 0) {
-        task.momentum = turn.own < 0 ? m.momentum : Stored{m.own.at[turn.own], m.own.form};
-      }
-      if (turn.signs != nullptr && m.residual.at[0] != nullptr) {
-        task.residual = {m.residual.at[turn.residual], m.residual.form};
-        task.errors = extra + kLeft;
-      }
-      if (pass.dtype == DType::float32) task.copy = floats_at(copies.back());
-    }
-    tasks.push_back(task);
-  }
-  run(tasks, threads);
-  for (size_t i = 0; !new_ones && i < floats.size(); i++) floats[i].write(copies[i]);
-}
-
 }  // namespace
 
 void HostMoments::squares(const Pass& pass, const std::vector<Turn>& turns, int threads) const {
-  take_turns(matrices_, pass, turns, threads, true);
+  take_turns(matrices_, pass, turns, threads, false);
 }
 
 void HostMoments::encode(const Pass& pass, const std::vector<Turn>& turns, int threads) const {
-  take_turns(matrices_, pass, turns, threads, false);
+  take_turns(matrices_, pass, turns, threads, true);
 }
 
 void HostMoments::sent(const void* values, DType dtype, const std::vector<Sending>& sendings,
                        bool divides, const float*, int threads) const {
-  std::vector<Sent> items;
-  for (size_t i = 0; i < matrices_.size(); i++) {
+  over_blocks(shapes_of(matrices_), threads, [&](size_t i, size_t block, bool far) {
     const Matrix& m = matrices_[i];
     const Sending& by = sendings.at(i);
-    auto* const before =
-        by.before == nullptr ? m.residual.at[by.residual] : const_cast<uint8_t*>(by.before);
-    items.push_back({{place(values, dtype, m), form_of(dtype)},
-                     shape_of(m),
-                     divides ? factors_of(m) : MatrixFactors{},
-                     by.kept,
-                     {before, m.residual.form},
-                     {m.residual.at[1 - by.residual], m.residual.form},
-                     {m.own.at[by.own], m.own.form}});
-  }
-  over_blocks(items, threads, sent_block);
+    auto* const stored = const_cast<uint8_t*>(by.before);
+    const Stored x{place(values, dtype, m), form_of(dtype)};
+    const Stored before{stored ? stored : m.residual.at[by.residual], m.residual.form};
+    const Stored after{m.residual.at[1 - by.residual], m.residual.form};
+    const Stored own{m.own.at[by.own], m.own.form};
+    const MatrixFactors factors = divides ? factors_of(m) : MatrixFactors{};
+    over_slices(shape_of(m), block, [&](size_t at, size_t count) {
+      Slice given, kept, fresh, out;
+      const float *const coded = loaded(x, at, count, given), *e = nullptr, *left = nullptr;
+      if (before.at) {
+        e = loaded(before, at, count, kept);
+        left = loaded(after, at, count, fresh);
+      }
+      over_rows(shape_of(m), at, count, [&](size_t k, size_t n, size_t r, size_t j) {
+        const float row = factors.of_row(r) * by.kept;
+        if (e) {
+          sent_row(coded + k, e + k, left + k, factors.of_columns(j), out + k, n, row);
+        } else {
+          multiply_row(coded + k, factors.of_columns(j), out + k, n, row);
+        }
+      });
+      if (own.form == kFloat32) {
+        put(floats_at(own) + at, out, count, far);
+      } else {
+        feedback::store(static_cast<Storage>(own.form), {out, count}, from(own, at).at);
+      }
+    });
+  });
 }
 
 void HostMoments::land(void* values, DType dtype, double unit, bool divides, int threads) const {
   const auto by_unit = static_cast<float>(unit);
-  over_blocks(matrices_, threads, [&](const Matrix& m, size_t block, bool) {
+  over_blocks(shapes_of(matrices_), threads, [&](size_t number, size_t block, bool) {
     if (!divides && by_unit == 1) return;
+    const Matrix& m = matrices_[number];
     const Stored x{place(values, dtype, m), form_of(dtype)};
-    const MatrixFactors by = factors_of(m);
+    const MatrixFactors by = divides ? factors_of(m) : MatrixFactors{};
     const Shape shape = shape_of(m);
     over_slices(shape, block, [&](size_t at, size_t count) {
       Slice room;
       auto* const made = const_cast<float*>(loaded(x, at, count, room));
-      if (!divides) {
-        scale_to(made, made, count, by_unit);
-      } else {
-        over_rows(shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
-          multiply_row(made + k, by.column + j, n, by.of_row(i) * by_unit);
-        });
-      }
+      over_rows(shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
+        multiply_row(made + k, by.of_columns(j), made + k, n, by.of_row(i) * by_unit);
+      });
       if (x.form != kFloat32) put(x, at, made, count, false);
     });
   });
@@ -852,35 +721,52 @@ void HostMoments::commit(const float* sums, const std::vector<Commit>& how, uint
 }
 
 void HostMoments::move(const std::vector<Step>& steps, DType dtype, int threads) const {
-  std::vector<Move> items;
+  std::vector<Shape> shapes;
   for (const Step& step : steps) {
-    const Matrix& m = matrices_.at(step.matrix);
+    const Rows& rows = matrices_.at(step.matrix).rows;
+    shapes.push_back({rows.real(), rows.columns});
+  }
+  over_blocks(shapes, threads, [&](size_t number, size_t block, bool far) {
+    const Step& step = steps[number];
+    const Matrix& m = matrices_[step.matrix];
     const Room room = room_of(m);
     const Numbers& numbers = *room.numbers;
-    Move item{.x = {static_cast<uint8_t*>(step.values), form_of(dtype)},
-              .shape = {m.rows.real(), m.rows.columns},
-              .gradient = {static_cast<uint8_t*>(const_cast<void*>(step.gradient)), form_of(dtype)},
-              .momentum = m.momentum,
-              .by = {},
-              .lr = static_cast<float>(step.lr),
-              .keep = static_cast<float>(step.keep),
-              .limit = numbers.steps > 0 ? static_cast<float>(step.limit) : 0.0f,
-              .kept = step.kept,
-              .moves = !step.divides || numbers.weight > 0};
+    const Stored x{static_cast<uint8_t*>(step.values), form_of(dtype)};
+    const Stored gradient{static_cast<uint8_t*>(const_cast<void*>(step.gradient)), form_of(dtype)};
+    MatrixFactors by;
     if (step.divides) {
-      item.by = {room.reciprocal_row + m.rows.first, room.reciprocal_column, m.rows.real()};
+      by = {room.reciprocal_row + m.rows.first, room.reciprocal_column, m.rows.real()};
     }
-    if (item.moves && step.probed && numbers.probe.value[0] != 0) {
-      float first, second;
-      Slice room_of_one;
-      first = *loaded(item.gradient, numbers.probe.at[0], 1, room_of_one);
-      second = *loaded(item.gradient, numbers.probe.at[1], 1, room_of_one);
+    const bool known = !step.divides || numbers.weight > 0;
+    float to_keep = step.kept;
+    if (known && step.probed && numbers.probe.value[0] != 0) {
+      Slice one;
+      const float first = *loaded(gradient, numbers.probe.at[0], 1, one);
+      const float second = *loaded(gradient, numbers.probe.at[1], 1, one);
       const float tolerance = dtype == DType::float32 ? kTolerance : kTolerance16;
-      item.kept *= restoring(numbers.probe, first, second, tolerance);
+      to_keep *= restoring(numbers.probe, first, second, tolerance);
     }
-    items.push_back(item);
-  }
-  over_blocks(items, threads, move_block);
+    const auto lr = static_cast<float>(step.lr), keep = static_cast<float>(step.keep);
+    const float limit = numbers.steps > 0 ? static_cast<float>(step.limit) : 0.0f;
+    over_slices(shapes[number], block, [&](size_t at, size_t count) {
+      Slice given, scaled, values;
+      const float* const g = loaded(gradient, at, count, given);
+      auto* const moved = const_cast<float*>(loaded(x, at, count, values));
+      const float* const kept = step.divides && to_keep == 1 ? g : scaled;
+      if (!step.divides) {
+        move_plainly(moved, g, scaled, count, lr, keep, to_keep);
+      } else if (to_keep != 1) {
+        scale_to(g, scaled, count, to_keep);
+      }
+      if (step.divides && known) {
+        over_rows(shapes[number], at, count, [&](size_t k, size_t n, size_t i, size_t j) {
+          move_row(moved + k, kept + k, by.of_columns(j), n, by.of_row(i), lr, keep, limit);
+        });
+      }
+      if (known && x.form != kFloat32) put(x, at, moved, count, false);
+      put(m.momentum, at, kept, count, far);
+    });
+  });
 }
 
 }  // namespace pycomm::moments

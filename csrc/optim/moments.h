@@ -98,6 +98,12 @@ struct Step {
   bool probed;   ///< `land` has made the gradient in this step
 };
 
+/// Returns where a matrix's values are among those of a bucket; null: nowhere.
+inline uint8_t* place(const void* values, DType dtype, const Matrix& m) {
+  auto* at = static_cast<uint8_t*>(const_cast<void*>(values));
+  return at == nullptr ? nullptr : at + m.offset * size_of(dtype);
+}
+
 /// The matrices of a bucket or of a step.
 class PYCOMM_API Matrices {
  public:
@@ -119,12 +125,6 @@ class PYCOMM_API Matrices {
             ranks,      how.use,
             how.beta2,  how.eps};
   }
-  /// Returns where a matrix's values are among those of a bucket; null: nowhere.
-  static uint8_t* place(const void* values, DType dtype, const Matrix& m) {
-    auto* at = static_cast<uint8_t*>(const_cast<void*>(values));
-    return at == nullptr ? nullptr : at + m.offset * size_of(dtype);
-  }
-
   std::vector<Matrix> matrices_;
 };
 

@@ -161,8 +161,9 @@ PYCOMM_HD float most_of(const Numbers& numbers, float bound, uint32_t ranks) {
   return static_cast<float>(double{bound} * bound / own);
 }
 
-/// Returns the coefficient of a coded momentum that has the horizon of an exact one, as
-/// `shortened` of momentum/moment.py does.
+/// Returns the coefficient of a coded momentum that has the horizon of an exact one; `error`: share
+/// of its squares that the coding leaves to the next step. It is rounded down, so that the order in
+/// which errors were added up does not matter.
 PYCOMM_HD double shortened(double momentum, double error) {
   if (error == 0) return momentum;
   error = error < 0.99 ? error : 0.99;

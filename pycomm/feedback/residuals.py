@@ -15,7 +15,7 @@ import torch
 
 from pycomm.codecs import Codec
 from pycomm.feedback import storage
-from pycomm.feedback.residual import ROLES, Pair, Residual
+from pycomm.feedback.residual import ROLES, Residual
 from pycomm.feedback.rule import Feedback
 
 NO_CODECS: Mapping[str, Codec] = MappingProxyType({})
@@ -138,11 +138,6 @@ class Residuals:
         """
         return self.inherited or not self._known.isdisjoint(names)
 
-    @property
-    def has_residual(self) -> bool:
-        """Return whether a parameter has a residual that is still to be sent."""
-        return any(residual.worker is not None for residual in self._residuals.values())
-
     def clear(self) -> None:
         """Remove all residuals."""
         self._residuals.clear()
@@ -231,7 +226,7 @@ class Residuals:
     def norms(self) -> dict[str, tuple[float, float]]:
         """Return the L2 norms of each parameter's worker and owner residual."""
         return {
-            name: (_norm(residual, "worker"), _norm(residual, "owner"))
+            name: (norm(residual, "worker"), norm(residual, "owner"))
             for name, residual in self._residuals.items()
         }
 
@@ -322,9 +317,16 @@ def _widened(residual: Residual, rule: Feedback) -> Residual:
     return wide
 
 
-def _norm(residual: Residual, role: str) -> float:
-    pair: Pair | None = getattr(residual, role)
-    return 0.0 if pair is None else float(residual.current(role).norm())
+def norm(
+    residual: Residual, role: str, factors: Iterable[torch.Tensor] = (), columns: int = 1
+) -> float:
+    """Return the L2 norm of a residual; of its rows and columns, times these factors of them."""
+    if getattr(residual, role) is None:
+        return 0.0
+    values = residual.current(role)
+    for one in factors:
+        values = values.view(-1, columns) * one.to(values.device)
+    return float(values.norm())
 
 
 def _times(

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import GradBucket
 from pycomm.errors import Error
 from pycomm.hooks.momentum import Momenta
 from pycomm.momentum.moment import CodedMoment
+from pycomm.reduction.refusals import MOMENTA, refused
 from pycomm.reduction.taken import GradientHook
 
 
@@ -35,7 +36,7 @@ class DDPMomenta(Momenta):
             self._handles[name] = handle
 
     def step_begun(self) -> None:
-        """See `Transform`. Parameters that were frozen may get gradients now."""
+        """See `Momenta`. Parameters that were frozen may get gradients now."""
         super().step_begun()
         self._forget_looks()
         for name, moment in self.moments.items():
@@ -51,9 +52,13 @@ class DDPMomenta(Momenta):
             )
 
     def reduce_bucket(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """See `Transform`."""
-        if self.moments:
-            self.refuse_join()
+        """Average a bucket of DDP in place; see `Adapter.reduce_bucket`.
+
+        Raises:
+            Error: Join shadows this rank, which has no data in this step.
+        """
+        if self.moments and torch._C._current_graph_task_id() == -1:
+            raise Error(f"rank {self.state.process_group.rank()}: {refused(MOMENTA, '`Join`')}")
         # Matrices have the rows and columns of the parameter's indices, also if a channels_last
         # model has another order in memory: so have second moments and residuals, which are saved.
         parameters = bucket.parameters()

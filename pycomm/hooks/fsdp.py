@@ -26,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.hooks.fsdp_seams import Unit, leave_replicas_to_the_hook, units
-from pycomm.log import logger
+from pycomm.log import warn_once
 from pycomm.policy import CODED, Policy, agree_on_options
 from pycomm.reduction.adapter import Adapter, Layout
 from pycomm.reduction.refusals import FSDP, HSDP
@@ -163,7 +163,6 @@ class Comm:
     def __init__(self, hooks: FSDPHooks, unit: Unit) -> None:
         self.hooks, self.reducer = hooks, hooks.state.reducer
         self._unit = unit
-        self._told = False
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -179,14 +178,11 @@ class Comm:
             why = f"no codec takes {str(tensor.dtype).removeprefix('torch.')}"
         elif numel != sum(self.reducer.layout.shards[name].numel() for name in names):
             why = "some of its unit have no gradients"
-            if not self._told:
-                logger.warning(
-                    "fsdp: some of %s have no gradient in this step, and it is not known which: "
-                    "the others travel exactly. set_reduce_scatter_unused_params(True) on their "
-                    "module makes them zero, and then all are compressed",
-                    ", ".join(names),
-                )
-                self._told = True
+            warn_once(
+                f"fsdp: some of {', '.join(names)} have no gradient in a step, and it is not known "
+                "which: the others travel exactly. set_reduce_scatter_unused_params(True) on their "
+                "module makes them zero, and then all are compressed"
+            )
         if why:
             if self.reducer.transform is not None:
                 self.reducer.transform.check_exact(names, why)

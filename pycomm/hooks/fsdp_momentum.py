@@ -18,12 +18,7 @@ from pycomm.hooks.fsdp_seams import units
 from pycomm.hooks.momentum import Momenta
 from pycomm.momentum.job import Job
 from pycomm.momentum.moment import CodedMoment, local
-
-_DIVIDES = (
-    "torch sums the gradients of this model and divides them by itself, so the momentum would have "
-    "another unit: leave out set_gradient_divide_factor and set_force_sum_reduction_for_comms, and "
-    "reduce in float32 or bfloat16"
-)
+from pycomm.reduction.refusals import MOMENTA, refused
 
 
 class ShardedMomenta(Momenta):
@@ -36,7 +31,11 @@ class ShardedMomenta(Momenta):
         return (0, 1) if group is None else (group.rank(), group.size())
 
     def check_exact(self, names: Sequence[str], why: str) -> None:
-        """See `Transform`: a coded parameter cannot, since its gradient is to be the momentum."""
+        """Check that the gradients of some parameters can travel exactly in this step.
+
+        Raises:
+            Error: one is coded, whose gradient is to be the momentum.
+        """
         if not self.moments.keys().isdisjoint(names):
             raise Error(
                 f"rank {self.state.process_group.rank()}: the momentum of {names[0]} and the rest "
@@ -45,6 +44,9 @@ class ShardedMomenta(Momenta):
             )
 
     # ------------------------------------------------------------------ for the optimizer
+
+    def check_reduced(self, name: str, parameter: torch.Tensor) -> None:
+        """See `Momenta`: FSDP2 averages all gradients."""
 
     def whole_sums(self, sums: torch.Tensor) -> torch.Tensor:
         """See `Momenta`."""
@@ -70,7 +72,7 @@ class ShardedMomenta(Momenta):
         *,
         average: bool,
     ) -> Callable[[], None]:
-        """See `Transform`; this rank gets its shards of the momentum."""
+        """See `BucketReducer.scatter`; this rank gets its shards of the momentum."""
         bucket = self.reducer.bucket_of(tuple(names), input.device)
         table = bucket.moments
         if table is None or not table.is_current:
@@ -78,7 +80,8 @@ class ShardedMomenta(Momenta):
         if not table.parts:
             return self.reducer.scatter(output, input, names, group, average=average)
         if not average:
-            raise Error(f"rank {self.state.process_group.rank()}: {_DIVIDES}")
+            why = refused(MOMENTA, "sums of torch")
+            raise Error(f"rank {self.state.process_group.rank()}: {why}")
         job = Job(
             *(self._passes, table, input),
             unit=self._scale,
@@ -121,13 +124,11 @@ def check_averages(model: nn.Module, who: str) -> list[dist.ProcessGroup]:
             or group.force_sum_reduction_for_comms
             or torch.float16 in unit.reduced_in()
         ):
-            raise Error(_DIVIDES)
+            raise Error(refused(MOMENTA, "sums of torch"))
         for name, parameter in unit.parameters.items():
             if parameter.fsdp_placement.dim != 0 and parameter.sharded_param.ndim > 1:
-                raise ValueError(
-                    f"{who}: {name} is sharded by dimension {parameter.fsdp_placement.dim}, "
-                    "and its momentum travels by rows: leave out shard_placement_fn"
-                )
+                where = {"name": name, "dim": parameter.fsdp_placement.dim}
+                raise ValueError(f"{who}: {refused(MOMENTA, 'shards that are not rows', **where)}")
         if isinstance(group.mesh_info, DDPMeshInfo):
             groups[group.mesh_info.replicate_process_group] = None
         if isinstance(group.mesh_info, FSDPMeshInfo):

@@ -14,8 +14,9 @@ nothing of its own, and goes on from m, as it does where it has no o.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
-from pycomm.errors import Error, PeerLost
+from pycomm.errors import Error
 from pycomm.feedback import Residuals
 from pycomm.feedback.rule import EXACT
 from pycomm.momentum.job import Job
@@ -31,21 +32,25 @@ from pycomm.momentum.kernels import Kernels
 from pycomm.momentum.moment import CodedMoment
 from pycomm.momentum.passes import Passes
 from pycomm.momentum.table import Table
-from pycomm.policy import CODED
+from pycomm.policy import AUTO, CODED, Policy
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.reducer import BucketReducer
+from pycomm.reduction.refusals import MOMENTA, refused, stays_because
 from pycomm.reduction.saved import known, residuals_of
 from pycomm.reduction.state import CompressionState
-from pycomm.reduction.transform import Future, Transform
 
 OTHERS = "another optimizer has it"
 """Why a parameter travels exactly that the optimizer does not have."""
 
 Find = Callable[[torch.Tensor], "tuple[dict[str, Any], dict[str, Any]] | None"]
+Future = torch.futures.Future[torch.Tensor]
 
 
-class Momenta(Transform, ABC):
+class Momenta(ABC):
     """The momenta of a state's parameters, whatever wraps the model.
+
+    It is the `transform` of one state, whose constructor calls `bind`. The state calls the other
+    methods at the places that they name.
 
     Args:
         kind: what is kept of a parameter.
@@ -58,7 +63,8 @@ class Momenta(Transform, ABC):
 
     state: CompressionState
     reducer: BucketReducer
-    kept_alike = 2  # what was sent is kept beside the residuals
+    by_nodes = True
+    """Nodes may code the sums of their ranks."""
     own: Residuals
     """What this rank has sent of the momentum, also for the shards of other ranks."""
 
@@ -73,7 +79,6 @@ class Momenta(Transform, ABC):
         self._begun = False
         self._sent: dist.Work | None = None  # the exchange of second moments, of several ranks
         self._sums: torch.Tensor | None = None
-        self._lost: PeerLost | None = None  # the first error of a group that has lost ranks
         self._pending = False  # a reduction that no optimizer step has used
         self._stale = False  # a state was loaded since the last backward
         self._added = False  # the optimizer has got parameters since the last step began
@@ -86,16 +91,25 @@ class Momenta(Transform, ABC):
         self._codecs_then: list[Codec] = []
         self._refresh_asked, self._refresh = refresh, refresh or 1
 
+    @staticmethod
+    def policy_of(codec: str | Codec | Policy) -> Policy:
+        """Return the policy of a momentum.
+
+        Raises:
+            ValueError: it is "auto".
+        """
+        policy = Policy.of(codec)
+        if policy.codec == AUTO:
+            raise ValueError(refused(MOMENTA, "`auto`"))
+        # The guard compares results with mean gradients, and here they are momentum.
+        return replace(policy, guard=None)
+
     def bind(self, state: CompressionState) -> None:
-        """See `Transform`."""
-        super().bind(state)
+        """Belong to a state, which has no parameters yet."""
+        self.state, self.reducer = state, state.reducer
         assert state.residuals is not None
         self.own = Residuals(state.residuals.rule, state.process_group.size(), owners=False)
-        name = self._kind.optimizer
-        state.stays_because = (
-            f"{name} keeps second moments that members share: wrap the module in a new "
-            f"DistributedDataParallel, make a new {name} and call its adopt_state on all ranks"
-        )
+        state.stays_because = stays_because(MOMENTA)
 
     def begin(self) -> None:
         """Begin with the parameters that the state has got so far."""
@@ -106,11 +120,11 @@ class Momenta(Transform, ABC):
         self._set_refresh()
 
     def exact(self, parameter: torch.Tensor) -> str:
-        """See `Transform`."""
+        """Return why a parameter travels exactly whatever the policy says; "": it need not."""
         return OTHERS if self._find(parameter) is None else ""
 
     def entered(self, name: str) -> None:
-        """See `Transform`: code the momentum of a parameter that was frozen before."""
+        """The state has got a parameter: code the momentum of one that was frozen before."""
         if self._begun:
             made = self._make_moment(name)
             if made is not None:
@@ -166,6 +180,7 @@ class Momenta(Transform, ABC):
         """Return the total over the shards of sums that ranks have for their own rows; on all."""
         return sums
 
+    @abstractmethod
     def check_reduced(self, name: str, parameter: torch.Tensor) -> None:
         """Check that a parameter's gradient has been averaged.
 
@@ -215,9 +230,11 @@ class Momenta(Transform, ABC):
             )
         if self._pending:
             self.own.commit(self._touched_moments, self.state.step)
-        if self._sent is not None:
-            with self._noting_loss(), self._beside():
-                self._sent.wait()
+        # A second wait for an exchange that has failed would tell less of the failure.
+        sent, self._sent = self._sent, None
+        if sent is not None:
+            with self._beside():
+                sent.wait()
         if self.reducer.side is not None:  # behind what was queued there
             torch.accelerator.current_stream().wait_stream(self.reducer.side.stream)
         if self.moments:
@@ -226,8 +243,7 @@ class Momenta(Transform, ABC):
                 *(self._all, sums, self.state.process_group.size()),
                 lambda moment: moment.parameter.grad is not None,
             )
-        self._sent = self._sums = None
-        self._pending = False
+        self._sums, self._pending = None, False
         self.steps += 1
 
     @property
@@ -256,17 +272,10 @@ class Momenta(Transform, ABC):
     # ------------------------------------------------------------------ steps
 
     def before_step(self) -> None:
-        """See `Transform`: a step also begins after gradients that were thrown away."""
-        if self._lost is not None:  # a later wait for the same operations raises less
-            raise self._lost
+        """A step is to begin, maybe after gradients that were thrown away; nothing has changed."""
         if self._unused and self._has_momentum():
-            raise Error(
-                f"rank {self.state.process_group.rank()}: a backward cannot add to the momentum "
-                "that an earlier one has left in the gradients: call optimizer.step() or "
-                "zero_grad() between them, or accumulate in no_sync() (FSDP2: "
-                "set_requires_gradient_sync(False)) until the last one. In FSDP2 a module that "
-                "runs twice in one forward does so, too"
-            )
+            why = refused(MOMENTA, "two synchronized backwards before a step")
+            raise Error(f"rank {self.state.process_group.rank()}: {why}")
         if self._pending:
             self.reducer.step.discarded.update(self.moments)
             if self._sent is not None:
@@ -274,7 +283,7 @@ class Momenta(Transform, ABC):
             self._sent = self._sums = None
 
     def step_begun(self) -> None:
-        """See `Transform`."""
+        """A step has begun."""
         self._stale, self._job = False, None
         self._held.clear()
         self._pending = False  # else the hooks of later buckets would look at no gradient
@@ -290,21 +299,12 @@ class Momenta(Transform, ABC):
             moment.begin()
         self._passes.refresh(self._all)
 
-    @contextmanager
-    def _noting_loss(self) -> Iterator[None]:
-        """Keep the first error that tells of lost ranks, for the next backward to raise."""
-        try:
-            yield
-        except PeerLost as error:
-            self._lost = self._lost or error
-            raise
-
     @abstractmethod
     def _has_momentum(self) -> bool:
         """Return whether a gradient holds momentum that no step has used; alike on all ranks."""
 
     def step_ended(self) -> None:
-        """See `Transform`: the second moments travel behind the last bucket."""
+        """All buckets of a step were given to `reduce`: second moments travel behind the last."""
         self._pending = True
         if not self.moments or not self._exchanges_sums:
             return
@@ -364,8 +364,7 @@ class Momenta(Transform, ABC):
         self._job = None
 
         def finish(done: Future) -> torch.Tensor:
-            with self._noting_loss():
-                result = done.value()
+            result = done.value()
             if copies:
                 job.sent()
                 if tensor.is_cpu:
@@ -444,11 +443,7 @@ class Momenta(Transform, ABC):
             return self.reducer.exchange(tensor, bucket, group, finish, **options)
         if not job.encoded:
             job.encode(options.get("swapped"))
-        try:
-            finite = self.reducer.exchange(tensor, bucket, group, finish, **options)
-        except PeerLost as error:
-            self._lost = self._lost or error
-            raise
+        finite = self.reducer.exchange(tensor, bucket, group, finish, **options)
         if job.keeps and not bucket.single:
             job.sent()
         job.land()
@@ -468,15 +463,15 @@ class Momenta(Transform, ABC):
     # ------------------------------------------------------------------ checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """See `Transform`: what this rank has sent of the momentum."""
+        """Return entries of the state's `state_dict`: what this rank has sent of the momentum."""
         return {f"own{dist.get_rank()}": (self.state.step, self.own.state_dict())}
 
     def keys(self, before: int) -> list[str]:
-        """See `Transform`."""
+        """Return the keys of the entries of `before` ranks that this rank needs."""
         return [key.replace("rank", "own") for key in self.state.needed(before)]
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """See `Transform`."""
+        """Restore the entries, after the state itself."""
         self.own.clear()
         (about,) = saved["about"]
         before = about["world_size"]

@@ -74,7 +74,6 @@ FLOAT32_STATES = (
 """States that are float32 whatever the parameter is. Those without dimensions are where the passes
 are: views of memory that a checkpoint does not need."""
 _TINY = 1e-30
-_ONES = 1024  # steps of b, from 0 to 1
 LIMIT = 50.0
 """Most that a coordinate moves in a step, in learning rates, while second moments are some steps
 old. A value that waited for hundreds of steps moves it by dozens."""
@@ -88,21 +87,6 @@ _STEPS, _DECAY = 4, slice(8, 10)
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor, or of a DTensor the shard of this rank."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def shortened(momentum: float, error: float) -> float:
-    """Return the coefficient b of a coded momentum that has the horizon of an exact one.
-
-    It is rounded down, so that the order in which errors were added up does not matter.
-
-    Args:
-        momentum: coefficient of the exact momentum, from 0 to below 1.
-        error: share of its squares that the coding leaves to the next step.
-    """
-    if error == 0:
-        return momentum
-    error = min(0.99, error)
-    return max(0.0, math.floor(_ONES * (momentum - error) / (1 - error)) / _ONES)
 
 
 class CodedMoment(ABC):
@@ -200,8 +184,6 @@ class CodedMoment(ABC):
             parameter, step = self.parameter, torch.zeros((), dtype=torch.float32, device="cpu")
             momentum = torch.zeros_like(parameter, memory_format=torch.contiguous_format)
             state.update(self._begun(step, momentum, self._zeros(), 0.0))
-        elif "heard" not in state:  # of a version that had one floor for all
-            state["heard"] = self._zeros().repeat(2, 1)
         for name, view in self._views.items():
             if state[name] is not view:
                 view.copy_(state[name])
@@ -271,11 +253,6 @@ class CodedMoment(ABC):
     @abstractmethod
     def as_torch(self) -> dict[str, Any]:
         """Return a copy of the state as torch's optimizer has it."""
-
-    @property
-    def beta(self) -> float:
-        """The coefficient b for the horizon of `momentum`, whose delay the codec takes part in."""
-        return shortened(self.momentum, float(self.state["coding_error"]))
 
     def begin(self) -> None:
         """Begin a backward; the host waits for a device until there is a second moment."""

@@ -124,7 +124,7 @@ class Passes:
             steps.setdefault(parameter.dtype, []).append(
                 (
                     *(table.numbers[id(moment)], values.data_ptr(), gradient.data_ptr()),
-                    *(moment.advance(lr, weight_decay), moment.kept),
+                    *(*moment.advance(lr, weight_decay), moment.kept),
                     *(moment.divides, moment.landed),
                 )
             )

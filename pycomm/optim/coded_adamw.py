@@ -70,7 +70,7 @@ class CodedAdamW(CodedOptimizer):
         ... )  # doctest: +SKIP
     """
 
-    _moment, _torch, _plain = AdamWMoment, torch.optim.AdamW, "to_adamw"
+    _moment, _torch = AdamWMoment, torch.optim.AdamW
 
     def __init__(
         self,

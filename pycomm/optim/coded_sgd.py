@@ -50,7 +50,7 @@ class CodedSGD(CodedOptimizer):
         ... )  # doctest: +SKIP
     """
 
-    _moment, _torch, _plain = SGDMoment, torch.optim.SGD, "to_sgd"
+    _moment, _torch = SGDMoment, torch.optim.SGD
 
     def __init__(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any, NoReturn, overload
 
@@ -16,6 +15,7 @@ from pycomm.optim.coded_adamw import CodedAdamW
 from pycomm.optim.coded_sgd import CodedSGD
 from pycomm.optim.settings import check_settings
 from pycomm.policy import Policy
+from pycomm.reduction.refusals import MOMENTA, refused
 
 
 @overload
@@ -76,7 +76,7 @@ def code_optimizer(
     if isinstance(wrapped, torch.optim.Optimizer):
         if getattr(optimizer, "scaler", None) is not None:
             options.setdefault("scaler", optimizer.scaler)  # type: ignore[attr-defined]
-        put_into_wrapper(optimizer, code_optimizer(wrapped, model, codec, **options))
+        _put_into_wrapper(optimizer, code_optimizer(wrapped, model, codec, **options))
         return optimizer
     if getattr(optimizer.step, "replaced", False):
         raise Error(
@@ -93,38 +93,7 @@ def code_optimizer(
     return coded
 
 
-def code_in_place(
-    optimizer: torch.optim.Optimizer, model: nn.Module, codec: str | Codec | Policy, **options: Any
-) -> None:
-    """Make the object itself a coded optimizer, which a script holds; collective.
-
-    Hooks of the optimizer and schedulers that were made for it go on. If this raises, the optimizer
-    is as before.
-
-    Args:
-        optimizer, model, codec, options: as for `code_optimizer`, whose errors this raises;
-            not a wrapper.
-    """
-    kind, before, attributes = _kind_of(optimizer), type(optimizer), dict(vars(optimizer))
-    old = copy.copy(optimizer)
-    changing: Any = optimizer
-    changing.__class__ = kind
-    try:
-        kind.__init__(
-            changing, old.param_groups, **_defaults(old), model=model, codec=codec, **options
-        )
-    except BaseException:
-        changing.__class__ = before
-        vars(optimizer).clear()
-        vars(optimizer).update(attributes)
-        raise
-    changing.take_state(old)
-    vars(optimizer).update({k: v for k, v in attributes.items() if k.endswith("_hooks")})
-    if vars(optimizer).pop("step", None):  # a scheduler's wrapper, which takes the former step
-        _count_steps(optimizer)
-
-
-def put_into_wrapper(wrapper: Any, coded: torch.optim.Optimizer) -> None:
+def _put_into_wrapper(wrapper: Any, coded: torch.optim.Optimizer) -> None:
     """Let Accelerate's wrapper hold a coded optimizer.
 
     With a GradScaler the wrapper keeps bound methods of the former one. It takes a call of `step`
@@ -162,42 +131,20 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> type[CodedAdamW] | type[CodedS
             coupled and group["weight_decay"] and not group.get("decoupled_weight_decay")
             for group in groups
         ):
-            raise ValueError(
-                "code_optimizer: Adam adds its weight decay to the gradients, so that it is "
-                "divided by their size, and CodedAdamW has AdamW's: use torch.optim.AdamW, or "
-                "weight_decay=0"
-            )
+            raise ValueError(f"code_optimizer: {refused(MOMENTA, 'weight decay of `Adam`')}")
         return CodedAdamW
     if isinstance(optimizer, torch.optim.SGD):
         if not all(group["momentum"] for group in groups):
-            raise ValueError(
-                "code_optimizer: the SGD has no momentum that could travel: compress its "
-                "gradients, pycomm.compress(model, ...)"
-            )
+            raise ValueError(f"code_optimizer: {refused(MOMENTA, 'SGD without momentum')}")
         return CodedSGD
-    raise TypeError(
-        f"code_optimizer takes torch.optim.AdamW, Adam or SGD, not {type(optimizer).__name__}: "
-        "compress the gradients of another optimizer, pycomm.compress(model, ...)"
-    )
+    why = refused(MOMENTA, "other optimizers", name=type(optimizer).__name__)
+    raise TypeError(f"code_optimizer {why}")
 
 
 def _defaults(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the settings that groups have which are added later."""
     names = ("lr", "betas", "eps", "weight_decay", "momentum")
     return {name: optimizer.defaults[name] for name in names if name in optimizer.defaults}
-
-
-def _count_steps(optimizer: torch.optim.Optimizer) -> None:
-    """Tell schedulers of an optimizer of its steps, as torch's schedulers tell themselves."""
-    take = optimizer.step
-
-    @functools.wraps(take)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        return take(*args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = step  # type: ignore[method-assign]
 
 
 def _retire(optimizer: torch.optim.Optimizer, coded: torch.optim.Optimizer) -> None:

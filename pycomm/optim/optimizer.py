@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, TypeGuard
+from itertools import chain
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -22,11 +23,9 @@ from pycomm.hooks.ddp_momentum import DDPMomenta
 from pycomm.hooks.fsdp import compress_shards
 from pycomm.hooks.fsdp_momentum import ShardedMomenta, check_averages
 from pycomm.hooks.momentum import Momenta
-from pycomm.momentum.moment import FLOAT32_STATES, CodedMoment
-from pycomm.optim.loading import has_gradient, is_filling, load
+from pycomm.momentum.moment import FLOAT32_STATES, CodedMoment, local
 from pycomm.optim.settings import (
     GroupChecks,
-    policy_of,
     prepare,
     rule_of,
     settings_only,
@@ -34,6 +33,7 @@ from pycomm.optim.settings import (
 from pycomm.policy import Policy, agree_on_options, refused_together
 from pycomm.policy.exchange import device_of
 from pycomm.reduction import members
+from pycomm.reduction.refusals import MOMENTA, refused
 from pycomm.reduction.state import CompressionState
 
 
@@ -50,9 +50,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
     _moment: ClassVar[type[CodedMoment]]
     """What is kept of a coded parameter, and how it moves."""
     _torch: ClassVar[type[torch.optim.Optimizer]]
-    """The same optimizer of torch, which exchanges nothing,"""
-    _plain: ClassVar[str]
-    """and the name of the method that returns one."""
+    """The same optimizer of torch, which exchanges nothing."""
 
     def __init__(
         self,
@@ -74,32 +72,34 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         model = getattr(model, "_orig_mod", model)  # torch.compile wraps the wrapper
         self._groups: dict[int, dict[str, Any]] = {}
         self._scaler = scaler
-        module, groups = model, []
-        if _is_ddp(model, name):
-            module, groups = model.module, [model.process_group]
-        else:
-            groups = check_averages(model, name)
+        wrapped = model if isinstance(model, DistributedDataParallel) else None
+        if not wrapped and not any(isinstance(part, FSDPModule) for part in model.modules()):
+            raise TypeError(
+                f"{name} takes a model wrapped in DistributedDataParallel or fully_shard, not "
+                f"{type(model).__name__}"
+            )
+        module = wrapped.module if wrapped else model
+        groups = [wrapped.process_group] if wrapped else check_averages(model, name)
         with refused_together(*groups):
-            policy, rule = policy_of(name, codec), rule_of(name, feedback)
+            policy, rule = Momenta.policy_of(codec), rule_of(name, feedback)
         self._checks = GroupChecks(name, module, defaults)
         self._checks.check(self.param_groups)
         self._ranks = groups  # with equal settings
         with_scaler = "with" if scaler is not None else "without"
         lines = [f"{name}, refresh={refresh}, {with_scaler} a GradScaler"]
         agree_on_options(lines + self._checks.terms(self.param_groups), *groups)
-        kind = DDPMomenta if _is_ddp(model, name) else ShardedMomenta
+        kind = DDPMomenta if wrapped else ShardedMomenta
         self.momenta: Momenta = kind(self._moment, self._find, self._unit, refresh)
         """What travels in place of the gradients."""
         given: dict[str, Any] = {"feedback": rule, "seed": seed, "transform": self.momenta}
-        if _is_ddp(model, name):
-            wrapped = model
+        if wrapped:
 
-            def make() -> CompressionState:
+            def make(wrapped: DistributedDataParallel = wrapped) -> CompressionState:
                 state = HookState(policy, wrapped, **given)
                 self.momenta.begin()
                 return state
 
-            self.compression = attach(model, make)
+            self.compression = attach(wrapped, make)
         else:
             self.compression = compress_shards(policy, model, **given)
             self.momenta.begin()
@@ -126,7 +126,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         ready, loss = prepare(self, self._scaler, closure)
         if not ready:
             return loss
-        if is_filling(self) and not self.compression.on_any_rank(has_gradient(self)):
+        if self._may_fill() and not self.compression.on_any_rank(self._has_gradient()):
             self._fill()
             return loss
         for group in self.param_groups:
@@ -175,7 +175,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
             ValueError: other groups, or parameters that were coded and are not, or the reverse.
         """
         self.momenta.drop_step()
-        load(self, state_dict, FLOAT32_STATES)
+        self._load(state_dict)
         for state in self.state.values():  # of torch's SGD, before there is a momentum
             for key in [key for key, value in state.items() if value is None]:
                 del state[key]
@@ -237,11 +237,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
             ValueError: the model is in `fully_shard` or `replicate`.
         """
         if not isinstance(self.momenta, DDPMomenta):
-            raise ValueError(
-                f"{self._moment.optimizer} adopts states of models in DistributedDataParallel, "
-                "since shards of lost ranks are gone with them; go on from a checkpoint, with "
-                "load_checkpoint"
-            )
+            raise ValueError(refused(MOMENTA, "survivors that adopt a state, but in DDP"))
         typed("previous", previous, type(self))
         group = self.compression.process_group
         saved = members.broadcast_object(previous.state_dict(), 0, group, device_of(group))
@@ -268,11 +264,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             Error: always.
         """
-        raise Error(
-            f"{type(self).__name__} cannot be copied or pickled, since it exchanges the momentum "
-            "of one wrapped model: keep its state_dict(), or copy what its "
-            f"{self._plain}() returns"
-        )
+        raise Error(f"{type(self).__name__} {refused(MOMENTA, 'copies')}")
 
     # ------------------------------------------------------------------ parts of a step
 
@@ -280,6 +272,49 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         """Make states of torch's optimizer those of coded moments."""
         for moment in self.momenta.moments.values():
             self.momenta.factor(moment, self.state.get(moment.parameter, {}))
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        """Load as torch's optimizer does, with two differences.
+
+        Torch gives every state but ``step`` the dtype and the device of its parameter; here
+        `FLOAT32_STATES` stay float32, and numbers stay on the CPU. And the optimizer keeps its
+        groups, with other settings, since schedulers may hold them that were made for another
+        optimizer (`pycomm.code_optimizer`).
+        """
+        given: dict[str, Any] = {}
+        # Registered last: it sees the state as other hooks have changed it.
+        handle = self.register_load_state_dict_pre_hook(lambda _, state: given.update(state))
+        groups = self.param_groups
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for group, loaded in zip(groups, self.param_groups, strict=True):
+            settings = dict(loaded)
+            group.clear()
+            group.update(settings)
+        self.param_groups = groups
+        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in groups)
+        for number, parameter in zip(numbers, parameters, strict=True):
+            for key, value in given["state"].get(number, {}).items():
+                if key in FLOAT32_STATES:
+                    device = local(parameter).device if value.ndim else torch.device("cpu")
+                    exact = value.detach().to(device, torch.float32, copy=True)
+                    self.state[parameter][key] = exact
+
+    def _may_fill(self) -> bool:
+        """Return whether a step may be that by which torch.distributed.checkpoint makes states.
+
+        It steps a new optimizer with gradients and learning rates of zero. Ranks that find this
+        true have to agree, since a rank's gradients may be zero by chance.
+        """
+        return not self.state and not any(float(group["lr"]) for group in self.param_groups)
+
+    def _has_gradient(self) -> bool:
+        """Return whether a gradient of this rank has a value that is not zero."""
+        gradients = (p.grad for group in self.param_groups for p in group["params"])
+        return any(bool(local(grad).any()) for grad in gradients if grad is not None)
 
     def _fill(self) -> None:
         """Make the states of parameters that have a gradient, as a template for a checkpoint."""
@@ -323,17 +358,6 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         # stepped, and a checkpoint could not be loaded into it.
         state = self.state.get(parameter, {})
         return None if group is None else (group, state)
-
-
-def _is_ddp(model: nn.Module, name: str) -> TypeGuard[DistributedDataParallel]:
-    if isinstance(model, DistributedDataParallel):
-        return True
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return False
-    raise TypeError(
-        f"{name} takes a model wrapped in DistributedDataParallel or fully_shard, not "
-        f"{type(model).__name__}"
-    )
 
 
 def _alone(value: Any) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm.arguments import number
-from pycomm.codecs import Codec, short_text
 from pycomm.elastic.contents import plain_numbers
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
-from pycomm.policy import AUTO, Policy
 from pycomm.policy.names import clean
+from pycomm.reduction.refusals import MOMENTA, refused
 
 _OFF = ("amsgrad", "nesterov", "dampening", "maximize", "capturable", "differentiable")
 """Options of torch's optimizers that coded ones do not have."""
@@ -36,7 +34,8 @@ def check_settings(who: str, settings: dict[str, Any]) -> None:
         ValueError: one is out of its range, or an option is on that the optimizer has not.
     """
     if wrong := [name for name in _OFF if settings.get(name)]:
-        raise ValueError(f"{who} has no {wrong[0]}: turn it off")
+        option = "`nesterov`, `dampening`, `amsgrad`, `maximize`, `capturable`"
+        raise ValueError(f"{who} {refused(MOMENTA, option, name=wrong[0])}")
     names = [name for name in ("lr", "eps", "weight_decay") if name in settings]
     numbers = {name: number(name, plain(settings[name])) for name in names}
     betas = settings.get("betas", (0.0, 0.0))
@@ -92,11 +91,8 @@ class GroupChecks:
                         "and make the optimizer anew"
                     )
                 if id(parameter) in self._sparse:
-                    raise ValueError(
-                        f"{self._who}: {self._sparse[id(parameter)]} has sparse gradients, which "
-                        "it does not take: make it with sparse=False, or give its weight to "
-                        "another optimizer"
-                    )
+                    why = refused(MOMENTA, "sparse gradients", name=self._sparse[id(parameter)])
+                    raise ValueError(f"{self._who}: {why}")
 
     def terms(self, groups: Sequence[dict[str, Any]]) -> list[str]:
         """Return the settings of groups and their parameters, which are equal on all ranks."""
@@ -114,35 +110,6 @@ def settings_only(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
 
 
-def policy_of(who: str, codec: str | Codec | Policy) -> Policy:
-    """Return the policy of a momentum, whose coding errors return in the next step.
-
-    Args:
-        who: name of the optimizer.
-        codec: a codec or a policy, or the text of either.
-
-    Raises:
-        ValueError: a codec cannot be used so.
-    """
-    policy = Policy.of(codec)
-    if policy.codec == AUTO:
-        raise ValueError(
-            f"{who}: {policy.codec!r} chooses among codecs of gradients by measurements: name "
-            'a codec, such as "sign"'
-        )
-    for one in policy.named():
-        if one.combine == "factors":
-            raise ValueError(f"{who}: {one.name} averages factors: take another codec")
-        if one.unbiased:
-            remedy = "scale=mmse" if one.name == "eden" else "another codec"
-            raise ValueError(
-                f"{who}: {short_text(one)} is unbiased, so its errors would pile up in the "
-                f"momentum: use {remedy}, whose errors feedback returns"
-            )
-    # The guard compares results with mean gradients, and here they are momentum.
-    return replace(policy, guard=None)
-
-
 def rule_of(who: str, feedback: str | Feedback) -> Feedback:
     """Return the feedback of a momentum.
 
@@ -151,9 +118,8 @@ def rule_of(who: str, feedback: str | Feedback) -> Feedback:
     """
     rule = Feedback.of(feedback)
     if rule is None or rule.kind != "residual":
-        raise ValueError(
-            f"{who}: feedback={feedback!r}: the momentum has feedback of the kind residual"
-        )
+        why = refused(MOMENTA, "feedback but `residual`", feedback=feedback)
+        raise ValueError(f"{who}: {why}")
     return rule
 
 
@@ -181,10 +147,8 @@ def prepare(
             loss = closure()
     found_inf = getattr(optimizer, "found_inf", None)
     if found_inf is not None and scaler is None:
-        raise Error(
-            f"rank {dist.get_rank()}: a GradScaler scales the gradients, and the momentum that "
-            "travels must be in their unit: make the optimizer with scaler=..."
-        )
+        why = refused(MOMENTA, "a GradScaler that they do not know")
+        raise Error(f"rank {dist.get_rank()}: {why}")
     if found_inf is not None and float(found_inf):
         return False, loss
     scale = getattr(optimizer, "grad_scale", None)

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from pycomm.codecs import Cast, Codec
 from pycomm.feedback import Residuals
+from pycomm.feedback.residuals import norm
 from pycomm.feedback.storage import powers
 from pycomm.policy.exchange import answer
 from pycomm.policy.names import renamed
@@ -321,21 +322,11 @@ class Factors:
 
     def norms(self, residuals: Residuals) -> dict[str, tuple[float, float]]:
         """Return `Residuals.norms` in units of gradients."""
-        now = self.current
         found = residuals.norms()
-        for name in now.keys() & found.keys():
+        for name in self.current.keys() & found.keys():
             matrix, residual = self._matrices[name], residuals[name]
-            factors = matrix.factors(now[name], matrix.given)
-            real = []
-            for role in ("worker", "owner"):
-                norm = 0.0
-                if getattr(residual, role) is not None:
-                    values = residual.current(role).view(-1, matrix.columns)
-                    for one in factors:
-                        values = values * one.to(values.device)
-                    norm = float(values.norm())
-                real.append(norm)
-            found[name] = real[0], real[1]
+            how = matrix.factors(self.current[name], matrix.given), matrix.columns
+            found[name] = norm(residual, "worker", *how), norm(residual, "owner", *how)
         return found
 
     # ------------------------------------------------------------------ checkpoints
@@ -355,7 +346,7 @@ class Factors:
         """Restore the state from `state_dict`.
 
         Args:
-            state: what was returned; {}: of a version without factors.
+            state: what was returned.
             names: names here by the saved ones.
             shape: the parameters' matrices here, whatever their codecs are.
             residuals: those of now, which get the units of the saved ones.
@@ -363,7 +354,7 @@ class Factors:
         found: dict[str, Exponents] = {}
         for key in ("current", "decided", "means"):
             found[key] = {}
-            for name, values in renamed(state.get(key, {}), names).items():
+            for name, values in renamed(state[key], names).items():
                 matrix = shape(name)
                 if matrix is not None and matrix.size == len(values):
                     found[key][name] = values.cpu()  # whatever the state was loaded to

@@ -257,30 +257,6 @@ def find_levels(
     return levels
 
 
-def flat_text(levels: Sequence[int], payload: int, values: int, *, scatters: bool = False) -> str:
-    """Return what a node's card sends, and what it would send for bf16 gradients in a ring.
-
-    Args:
-        levels: number of the node of each rank.
-        payload: bytes of all values, coded once.
-        values: number of all values.
-        scatters: gradients are reduce-scattered, as FSDP2's are, among nodes of unequal size; else
-            all-reduced, with feedback of the kind momentum.
-    """
-    ranks, most = len(levels), max(map(levels.count, levels))
-    shots = 1 if scatters else 2
-    coded = shots * most * (ranks - most) / ranks * payload
-    ring = shots * (ranks - 1) / ranks * 2 * values
-    why, cure = "momentum is of what each rank sends", "feedback residual or decay goes by nodes"
-    if scatters:
-        why, cure = "nodes have unequal numbers of ranks", "nodes of equal ones need less"
-    told = (
-        f"flat, since {why}: a node's card sends {coded / 1e6:.3g} MB a step for gradients, where "
-        f"a ring of bf16 sends {ring / 1e6:.3g} MB"
-    )
-    return told + f"; {cure}" * (coded > ring)
-
-
 def _begin(runs: Sequence[Run]) -> int:
     return runs[0].piece.offset + runs[0].begin if runs else 0
 

@@ -37,11 +37,10 @@ from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
 from pycomm.reduction.exchange_thread import ExchangeThread
 from pycomm.reduction.factors import Factors, Matrix, errs_alike, is_divided, is_look
 from pycomm.reduction.nodes import Nodes, find_levels
-from pycomm.reduction.refusals import refused_codec
+from pycomm.reduction.refusals import MOMENTA, refused_codec
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.single_coding import SingleCoding
 from pycomm.reduction.step import Step, StepStatus
-from pycomm.reduction.transform import Transform
 from pycomm.reduction.weights import weigh
 
 
@@ -59,7 +58,7 @@ class BucketReducer:
         feedback: bool | str | Feedback | None,
         seed: int,
         adapter: Adapter,
-        transform: Transform | None,
+        transform: Any,
     ) -> None:
         process_group = process_group or dist.group.WORLD
         if process_group is None:
@@ -71,7 +70,8 @@ class BucketReducer:
             self._kind = rule.kind if rule else None
             options = (f"feedback={rule}", f"seed={seed}")
             # It holds no state: a plan that did would keep a dropped model in the monitor.
-            refusal = partial(refused_codec, adapter.trainer, self._kind)
+            trainer = adapter.trainer if transform is None else MOMENTA
+            refusal = partial(refused_codec, trainer, self._kind)
             self.plan = Plan(Policy.of(codec), process_group, options=options, refusal=refusal)
         self.residuals = Residuals(rule, process_group.size()) if rule else None
         self.seed = seed
@@ -96,7 +96,8 @@ class BucketReducer:
         self.exchanges = powersgd.Exchanges(process_group)
         self.side: SideStream | None = None  # of the device, where hooks exchange payloads
         self.nodes: Nodes | None = None  # where hooks exchange payloads by nodes
-        self.flat: Sequence[int] = ()  # the node of each rank, where nodes are of no use
+        self.flat_because = ""
+        """Why ranks of nodes code alike; "": they do not, or there are no nodes."""
         self.thread: ExchangeThread | None = None  # that does so beside backward, of host tensors
         self.formed_with = self.formed()
         """How often the group's members had been set when these codecs were compared."""
@@ -123,11 +124,16 @@ class BucketReducer:
                 warn_once("nodes= has no effect here: the backend pycomm finds nodes by itself")
             return
         levels = find_levels(group, given, device)
-        uneven = levels is not None and len(set(Counter(levels).values())) > 1
-        if levels and (self._kind == "momentum" or (uneven and self.layout.rows > 1)):
-            self.flat = levels
-        elif levels:
+        if not levels:
+            return
+        if self._kind == "momentum":
+            why = "momentum is of what each rank sends: residual or decay goes by nodes"
+        elif self.layout.rows > 1 and len(set(Counter(levels).values())) > 1:
+            why = "nodes have unequal numbers of ranks: equal ones go by nodes"
+        else:
             self.nodes = Nodes(group, levels, device)
+            return
+        self.flat_because = f"flat, since {why}"
 
     def add(self, name: str, parameter: torch.Tensor, *, exact: str = "") -> None:
         """Enter a parameter, or the part of it that is reduced here; in one order on all ranks.
@@ -187,7 +193,8 @@ class BucketReducer:
         parts = [self.layout.part(decision) for decision in self.plan.decisions.values()]
         form = self.layout.rows, self.shards
         each = (self.residuals.bytes_for(p.codec, p.parameter.numel, *form) for p in parts)
-        return sum(each) * (self.transform.kept_alike if self.transform else 1)
+        # What was sent of a momentum is kept beside them.
+        return sum(each) * (2 if self.transform else 1)
 
     def memory_text(self) -> str:
         """Return the memory of the residuals as a line of text; empty if there are none."""
@@ -302,7 +309,11 @@ class BucketReducer:
         if self.plan.sampled:
             self.settle_deferred()
             probe = self.plan.probe(tensor, bucket.pieces, self._residual_of)
-        senders = self._senders() if self.averages_senders and bucket.gathers else None
+        senders = None
+        if self.averages_senders and bucket.gathers:
+            # A rank of weight 0 may still send a part of its residual, which was weighted earlier.
+            weights = self.weights or [1.0] * self.process_group.size()
+            senders = [weight or 1.0 for weight in weights]
         choice = bucket.agreed.paths.get(("all_reduce", senders is not None))
         if self.transform is not None and (single := self.coding_of(bucket)) is not None:
             choice = bucket.agreed.paths["all_reduce", False] = single.path(bucket, tensor)
@@ -489,13 +500,6 @@ class BucketReducer:
                 self.step.pieces[piece.name] = piece
         bucket.follow_memory()
         self.step.flushed |= bucket.flushed
-
-    def _senders(self) -> list[float]:
-        """Return what each sender of a value counts.
-
-        A rank of weight 0 may still send a part of its residual, which was weighted earlier.
-        """
-        return [factor or 1.0 for factor in self.weights or [1.0] * self.process_group.size()]
 
     def is_fed(self, names: Sequence[str]) -> bool:
         """Return whether feedback adds to these gradients, even in a group of one rank."""

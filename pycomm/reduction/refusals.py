@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pycomm.codecs import Codec
+from pycomm.codecs import Codec, short_text
 
 DDP, FSDP, HSDP = "DistributedDataParallel", "fully_shard", "HSDP"
 DEEPSPEED, MEGATRON = "DeepSpeed", "Megatron-Core"
 LOCAL_SGD, TORCHFT, ALL = "LocalSGD", "torchft", "all"
-MEMBERS = "members that change in place"
+MOMENTA = "CodedAdamW, CodedSGD"
+MEMBERS, UNBIASED = "members that change in place", "unbiased codecs"
 
 _SHARES = (
     "its ranks share the parameters (fully_shard), whose shards keep their places: shard the model "
@@ -141,6 +142,91 @@ REFUSALS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "`finish()` first; a new `LocalSGD`",
         ),
     },
+    MOMENTA: {
+        MEMBERS: (
+            "a coded optimizer keeps second moments that members share: wrap the module in a new "
+            "DistributedDataParallel, make a new optimizer and call its adopt_state on all ranks",
+            "a new one",
+        ),
+        UNBIASED: (
+            "{codec} is unbiased, so its errors would pile up in the momentum: use {remedy}, whose "
+            "errors feedback returns",
+            "`eden:...,scale=mmse`, `sign`, `int4`",
+        ),
+        "`powersgd`": ("{codec} averages factors: take another codec", "another codec"),
+        "`auto`": (
+            "'auto' chooses among codecs of gradients by measurements: name a codec, such as "
+            '"sign"',
+            "another codec",
+        ),
+        "feedback but `residual`": (
+            "feedback={feedback!r}: the momentum has feedback of the kind residual",
+            "",
+        ),
+        "`Join`": (
+            "Join shadows this rank, which has no more data and takes no more steps, so its "
+            "momentum is not that of the others: give all ranks equally many batches, or use "
+            "pycomm.compress",
+            "equally many batches",
+        ),
+        "sparse gradients": (
+            "{name} has sparse gradients, which it does not take: make it with sparse=False, or "
+            "give its weight to another optimizer",
+            "`sparse=False`, or another optimizer for these weights",
+        ),
+        "a GradScaler that they do not know": (
+            "a GradScaler scales the gradients, and the momentum that travels must be in their "
+            "unit: make the optimizer with scaler=...",
+            "`scaler=`",
+        ),
+        "two synchronized backwards before a step": (
+            "a backward cannot add to the momentum that an earlier one has left in the gradients: "
+            "call optimizer.step() or zero_grad() between them, or accumulate in no_sync() (FSDP2: "
+            "set_requires_gradient_sync(False)) until the last one. In FSDP2 a module that runs "
+            "twice in one forward does so, too",
+            "`no_sync()`; FSDP2: `set_requires_gradient_sync(False)`",
+        ),
+        "`nesterov`, `dampening`, `amsgrad`, `maximize`, `capturable`": (
+            "has no {name}: turn it off",
+            "",
+        ),
+        "copies": (
+            "cannot be copied or pickled, since it exchanges the momentum of one wrapped model: "
+            "keep its state_dict(), or copy what its to_adamw() or to_sgd() returns",
+            "its `state_dict()`; models are copied without hooks",
+        ),
+        "shards that are not rows": (
+            "{name} is sharded by dimension {dim}, and its momentum travels by rows: leave out "
+            "shard_placement_fn",
+            "",
+        ),
+        "sums of torch": (
+            "torch sums the gradients of this model and divides them by itself, so the momentum "
+            "would have another unit: leave out set_gradient_divide_factor and "
+            "set_force_sum_reduction_for_comms, and reduce in float32 or bfloat16",
+            "no `set_gradient_divide_factor`, `set_force_sum_reduction_for_comms`, float16",
+        ),
+        "survivors that adopt a state, but in DDP": (
+            "states of models in DistributedDataParallel alone are adopted, since shards of lost "
+            "ranks are gone with them; go on from a checkpoint, with load_checkpoint",
+            "a checkpoint",
+        ),
+        "weight decay of `Adam`": (
+            "Adam adds its weight decay to the gradients, so that it is divided by their size, and "
+            "CodedAdamW has AdamW's: use torch.optim.AdamW, or weight_decay=0",
+            "`AdamW`",
+        ),
+        "SGD without momentum": (
+            "the SGD has no momentum that could travel: compress its gradients, "
+            "pycomm.compress(model, ...)",
+            "`pycomm.compress`",
+        ),
+        "other optimizers": (
+            "takes torch.optim.AdamW, Adam or SGD, not {name}: compress the gradients of another "
+            "optimizer, pycomm.compress(model, ...)",
+            "`pycomm.compress`",
+        ),
+    },
 }
 """By `Adapter.trainer` and option, in the words of the documentation: the error, whose fields in
 braces are filled in, and what to use instead; "": what the error says."""
@@ -165,6 +251,9 @@ def refused_codec(trainer: str, kind: str | None, codec: Codec) -> str:
         kind: kind of the feedback.
         codec: the codec.
     """
+    if codec.unbiased and UNBIASED in REFUSALS.get(trainer, {}):
+        remedy = "scale=mmse" if codec.name == "eden" else "another codec"
+        return refused(trainer, UNBIASED, codec=short_text(codec), remedy=remedy)
     if codec.combine != "factors":
         return ""
     if "`powersgd`" in REFUSALS.get(trainer, {}):

@@ -26,13 +26,11 @@ from pycomm.reduction import members, paths
 from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.factors import names_in
-from pycomm.reduction.nodes import flat_text
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.refusals import ALL, FSDP, HSDP, refused, stays_because
 from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
 from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
-from pycomm.reduction.transform import Transform
 
 STATE_VERSION = 1
 
@@ -50,7 +48,8 @@ class CompressionState:
         feedback: error feedback: True, False, or a kind with options, "decay:0.9,storage=int8"; see
             `pycomm.Feedback`. Equal on all ranks.
         seed: seed of random rounding; equal on all ranks.
-        transform: what takes the place of the gradients; an optimizer gives it.
+        transform: what takes the place of the gradients, the `Momenta` of an optimizer; None:
+            nothing does.
         adapter: what the trainer is like.
 
     Raises:
@@ -66,7 +65,7 @@ class CompressionState:
         process_group: dist.ProcessGroup | None = None,
         feedback: bool | str | Feedback | None = True,
         seed: int = 0,
-        transform: Transform | None = None,
+        transform: Any = None,
         adapter: Adapter | None = None,
     ) -> None:
         self.adapter = adapter or Adapter()
@@ -89,8 +88,6 @@ class CompressionState:
         """How often the group's members had been set when they compared where they stand."""
         self.stays_because = stays_because(self.adapter.trainer)
         """Reason why this state cannot go on with other members of its group; "": it can."""
-        self.defers = self.adapter.defers
-        """See `Adapter`."""
         if transform is not None:
             transform.bind(self)
 
@@ -147,13 +144,8 @@ class CompressionState:
         residuals on this rank."""
         reducer = self.reducer
         taken = paths.summary(reducer.buckets.values())
-        nodes = f"by nodes: {reducer.nodes}" if reducer.nodes else ""
+        nodes = f"by nodes: {reducer.nodes}" if reducer.nodes else reducer.flat_because
         lines = [self.plan.summary(), taken, nodes, reducer.memory_text()]
-        if reducer.flat:
-            values = sum(one.parameter.numel for one in self.decisions.values())
-            payload = self.plan.report().payload_bytes
-            scatters = reducer.layout.rows > 1
-            lines.append(flat_text(reducer.flat, payload, values, scatters=scatters))
         return "\n".join(filter(None, lines))
 
     @property
@@ -178,8 +170,9 @@ class CompressionState:
             WireMismatch: ranks were given different codecs or policies.
         """
         self.settle()
+        of = Policy.of if self.transform is None else self.transform.policy_of
         with refused_together(self.process_group):
-            self.reducer.plan = self.plan.followed_by(Policy.of(codec), self.reducer.device)
+            self.reducer.plan = self.plan.followed_by(of(codec), self.reducer.device)
         self.reducer.forget_buckets()
 
     def _check_idle(self) -> None:
@@ -270,7 +263,7 @@ class CompressionState:
         """Restore the entries that are equal on all ranks; own residuals get their units."""
         self.settle()
         self.reducer.seed, self.reducer.step.number = about["seed"], about["step"]
-        plan, units = dict(about["plan"]), about.get("factors", {})
+        plan, units = dict(about["plan"]), about["factors"]
         known = {*factors, *plan["escalated"], *names_in(units)}
         names = matching(known, self.reducer.numbers)
         plan["escalated"] = renamed(plan["escalated"], names)
@@ -591,7 +584,7 @@ class CompressionState:
             return False
         step.unused |= self.adapter.unused()
         return (
-            self.defers
+            self.adapter.defers
             and step.status is StepStatus.REDUCED
             and not (step.checks or step.flushed or step.discarded or step.unused)
             and not (self.plan.judges or side.is_full)

@@ -1,11 +1,11 @@
 """Ranks that train by a trainer with coded momentum, and once more from a checkpoint of the middle.
 
-    torchrun --nproc-per-node 2 -m tests.trainers.test_resuming TRAINER WAY DIR
+    torchrun --nproc-per-node 2 -m tests.trainers.test_resuming TRAINER DIR
 
-TRAINER is accelerate, transformers or lightning. WAY is how the momentum comes to be coded: `line`,
-as docs/trainers.md says, with residuals in the checkpoints; or `launcher`, by PYCOMM_RUN. Both runs
-have the trainer's scheduler, clip gradients and accumulate them. With `line` an exact run comes
-first. Rank 0 prints a line of JSON: of each run the losses, rates, optimizer and last weights.
+TRAINER is accelerate, transformers or lightning. The momentum is coded by the line that
+docs/trainers.md has, with residuals in the checkpoints. Runs have the trainer's scheduler, clip
+gradients and accumulate them; an exact one comes first. Rank 0 prints a line of JSON: of each run
+the losses, rates, optimizer and last weights.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Run = tuple[nn.Module, Any, list[float], list[float]]
 """Model, optimizer, losses of this rank's batches, rates."""
 
 
-def accelerate(folder: Path, by_line: bool, resumes: bool) -> Run:
+def accelerate(folder: Path, coded: bool, resumes: bool) -> Run:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=ACCUMULATED)
@@ -77,17 +77,17 @@ def accelerate(folder: Path, by_line: bool, resumes: bool) -> Run:
     loader = torch.utils.data.DataLoader(samples(), batch_size=8)
     scheduler = CosineAnnealingLR(inner, 2 * STEPS)  # its wrapper steps once for each rank
     model, optimizer, loader, scheduler = accelerator.prepare(net, inner, loader, scheduler)
-    if by_line:
+    if coded:
         pycomm.code_optimizer(optimizer, model, "sign")
     if resumes:
         accelerator.load_state(str(folder / "state"))
-        if by_line:
+        if coded:
             residuals.load(optimizer.optimizer)
     losses, rates = [], []
     for epoch in range(int(resumes), 2):
         if epoch == 1 and not resumes:
             accelerator.save_state(str(folder / "state"))
-            if by_line:
+            if coded:
                 residuals.save(optimizer.optimizer)
         for x, labels in loader:
             with accelerator.accumulate(model):
@@ -103,7 +103,7 @@ def accelerate(folder: Path, by_line: bool, resumes: bool) -> Run:
     return net, optimizer.optimizer, losses, rates
 
 
-def transformers(folder: Path, by_line: bool, resumes: bool) -> Run:
+def transformers(folder: Path, coded: bool, resumes: bool) -> Run:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     residuals = Residuals(folder)
@@ -136,7 +136,7 @@ def transformers(folder: Path, by_line: bool, resumes: bool) -> Run:
     )
     data = [{"x": x, "labels": labels} for x, labels in samples()]
     trainer = Trainer(model=net, args=arguments, train_dataset=data)
-    if by_line:
+    if coded:
         trainer.add_callback(CodedMomentum())
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{MIDDLE}") if resumes else None)
     logged = [one for one in trainer.state.log_history if "loss" in one]
@@ -145,7 +145,7 @@ def transformers(folder: Path, by_line: bool, resumes: bool) -> Run:
     return net, optimizer, [one["loss"] for one in logged], [one["learning_rate"] for one in logged]
 
 
-def lightning(folder: Path, by_line: bool, resumes: bool) -> Run:
+def lightning(folder: Path, coded: bool, resumes: bool) -> Run:
     import lightning as li
     from lightning.pytorch.callbacks import ModelCheckpoint
     from lightning.pytorch.strategies import DDPStrategy
@@ -165,17 +165,17 @@ def lightning(folder: Path, by_line: bool, resumes: bool) -> Run:
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), RATE)
-            if by_line:
+            if coded:
                 optimizer = pycomm.code_optimizer(optimizer, self.trainer.strategy.model, "sign")
             scheduler = {"scheduler": CosineAnnealingLR(optimizer, STEPS), "interval": "step"}
             return {"optimizer": optimizer, "lr_scheduler": scheduler}
 
         def on_train_start(self) -> None:
-            if by_line and resumes:
+            if coded and resumes:
                 residuals.load(self.trainer.optimizers[0])
 
         def on_save_checkpoint(self, _: Any) -> None:  # on every rank
-            if by_line and self.trainer.global_step == MIDDLE:
+            if coded and self.trainer.global_step == MIDDLE:
                 residuals.save(self.trainer.optimizers[0])
 
     keeps = ModelCheckpoint(folder, "{epoch}", every_n_epochs=1, save_top_k=-1)
@@ -203,14 +203,12 @@ TRAINERS: dict[str, Callable[[Path, bool, bool], Run]] = {
 }
 
 
-def main(trainer: str, way: str, folder: str) -> None:
+def main(trainer: str, folder: str) -> None:
     found = {}
-    kinds = [("whole", False), ("resumed", True)]
-    for kind, resumes in [("exact", False), *kinds] if way == "line" else kinds:
+    for kind, resumes in (("exact", False), ("whole", False), ("resumed", True)):
         room = Path(folder) / ("exact" if kind == "exact" else "coded")
         room.mkdir(exist_ok=True)
-        by_line = way == "line" and kind != "exact"
-        net, optimizer, losses, rates = TRAINERS[trainer](room, by_line, resumes)
+        net, optimizer, losses, rates = TRAINERS[trainer](room, kind != "exact", resumes)
         weights = torch.cat([p.detach().flatten() for p in net.parameters()]).tolist()
         found[kind] = {"losses": losses, "rates": rates, "weights": weights}
         found[kind]["optimizer"] = type(optimizer).__name__
@@ -223,19 +221,18 @@ def main(trainer: str, way: str, folder: str) -> None:
 # Coded momentum under trainers with schedulers, clipping, accumulation, and from checkpoints.
 
 
-def train(trainer: str, way: str, folder: Path) -> dict[str, dict[str, Any]]:
+def train(trainer: str, folder: Path) -> dict[str, dict[str, Any]]:
     """Return what rank 0 prints."""
     if importlib.util.find_spec(trainer) is None:
         pytest.skip(f"{trainer} is not installed: make trainers")
     ranks = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     done = subprocess.run(
-        [sys.executable, *ranks, "-m", __name__, trainer, way, str(folder)],
+        [sys.executable, *ranks, "-m", __name__, trainer, str(folder)],
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "PYCOMM_TAKEOVER": "gloo",
-            "PYCOMM_RUN": "--optimizer sign" if way == "launcher" else "",
         },
         capture_output=True,
         text=True,
@@ -257,7 +254,7 @@ def half(numbers: list[float]) -> list[float]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_a_line_of_code_resumes_to_the_bit(trainer, tmp_path):
-    runs = train(trainer, "line", tmp_path)
+    runs = train(trainer, tmp_path)
     exact, whole, resumed = (runs[kind] for kind in ("exact", "whole", "resumed"))
     assert exact["optimizer"] == "AdamW"
     assert whole["rates"] == exact["rates"]
@@ -266,17 +263,6 @@ def test_a_line_of_code_resumes_to_the_bit(trainer, tmp_path):
     for name in ("rates", "losses"):
         assert resumed[name] == half(whole[name])
     assert resumed["weights"] == whole["weights"]
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_the_launchers_optimizer_resumes(trainer, tmp_path):
-    """A trainer's checkpoint has all but what each rank keeps of the momentum."""
-    runs = train(trainer, "launcher", tmp_path)
-    whole, resumed = runs["whole"], runs["resumed"]
-    assert resumed["rates"] == half(whole["rates"])
-    assert resumed["losses"][0] == half(whole["losses"])[0]  # equal weights
-    assert resumed["losses"] == pytest.approx(half(whole["losses"]), rel=0.05)
 
 
 if __name__ == "__main__":

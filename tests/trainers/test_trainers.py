@@ -41,7 +41,7 @@ class Trainer:
     on_gloo: bool = True
     """it runs on Gloo"""
     takes_momentum: bool = False
-    """its --momentum codes the momentum of the optimizer, as `pycomm.run --optimizer` does"""
+    """its --momentum codes the momentum of the optimizer"""
     warns: tuple[tuple[str, str], ...] = ()
     """variants in which `pycomm.run --codec` cannot compress, and what it says there"""
 
@@ -207,18 +207,13 @@ def test_a_codec_compresses_the_gradients(trainer, variant, tmp_path):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("trainer", [t for t in TRAINERS if t.takes_momentum], ids=name)
 def test_the_momentum_travels_in_one_bit(trainer, tmp_path):
-    """By a line in the script, with the trainer's scheduler, and without one, by the launcher."""
+    """With the trainer's scheduler."""
     skip_without(trainer)
     exact = numbers(output_of(trainer, "gloo", tmp_path))
-    by_line = output_of(trainer, "gloo", tmp_path, words=("--momentum", "sign"))
-    by_launcher = output_of(trainer, "gloo", tmp_path, "--optimizer sign")
-    for output in (by_line, by_launcher):
-        assert "policy: sign" in output
-        assert "compresses nothing here" not in output
-        assert numbers(output) != exact
-        assert numbers(output) == pytest.approx(exact, rel=0.3)  # six steps from the start
-    if trainer.package != "lightning":  # whose step runs the model: the first one is exact
-        assert numbers(by_launcher) == numbers(by_line)
+    output = output_of(trainer, "gloo", tmp_path, words=("--momentum", "sign"))
+    assert "policy: sign" in output
+    assert numbers(output) != exact
+    assert numbers(output) == pytest.approx(exact, rel=0.3)  # six steps from the start
 
 
 def test_accelerate_sees_an_overflow_of_the_coded_momentum(tmp_path):
@@ -232,7 +227,7 @@ def test_accelerate_sees_an_overflow_of_the_coded_momentum(tmp_path):
         timeout=LIMIT,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["skipped", "moved", "skipped", "moved"]
+    assert done.stdout.split() == ["skipped", "moved"]
 
 
 OVERFLOW = """
@@ -240,27 +235,20 @@ import sys, torch, torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 import pycomm
-from pycomm.optim.convert import code_in_place, put_into_wrapper
 Accelerator(cpu=True)
 dist.init_process_group("gloo", init_method="file://" + sys.argv[1], rank=0, world_size=1)
-for in_place in (False, True):
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    inner = torch.optim.AdamW(model.parameters(), 0.1)
-    optimizer = AcceleratedOptimizer(inner, scaler=scaler)
-    if in_place:
-        code_in_place(inner, model, "sign", scaler=scaler)
-        put_into_wrapper(optimizer, inner)
-    else:
-        assert pycomm.code_optimizer(optimizer, model, "sign") is optimizer
-        assert isinstance(optimizer.optimizer, pycomm.CodedAdamW)
-    for factor in (float("inf"), 1.0):
-        before = model.module.weight.detach().clone()
-        scaler.scale(factor * model(torch.ones(2, 64)).square().mean()).backward()
-        optimizer.step()
-        assert optimizer.step_was_skipped == torch.equal(before, model.module.weight)
-        print("skipped" if optimizer.step_was_skipped else "moved")
-        optimizer.zero_grad()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+optimizer = AcceleratedOptimizer(torch.optim.AdamW(model.parameters(), 0.1), scaler=scaler)
+assert pycomm.code_optimizer(optimizer, model, "sign") is optimizer
+assert isinstance(optimizer.optimizer, pycomm.CodedAdamW)
+for factor in (float("inf"), 1.0):
+    before = model.module.weight.detach().clone()
+    scaler.scale(factor * model(torch.ones(2, 64)).square().mean()).backward()
+    optimizer.step()
+    assert optimizer.step_was_skipped == torch.equal(before, model.module.weight)
+    print("skipped" if optimizer.step_was_skipped else "moved")
+    optimizer.zero_grad()
 """
 
 

@@ -19,20 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
 
 import pycomm
 from pycomm import backend
-from pycomm.backend import find
 from pycomm.errors import Error
 from pycomm.hooks import fsdp_seams
 from pycomm.hooks.fsdp import FSDPHooks
 from pycomm.policy import Policy
-from tests.extent import FULL
 from tests.torch import harness
 from tests.torch.harness import (
     CODED,
@@ -115,24 +108,6 @@ def test_exact_gradients_are_those_without_a_codec(rank, size, shape):
 def test_other_backends_give_the_same_bits(rank, size, shape):
     specs = ("int8", "int4:rounding=stochastic")
     return [p for spec in specs for p in trained(rank, size, spec, shape, 3)[0]]
-
-
-@on_ranks()
-@pytest.mark.parametrize(
-    ("shape", "ranks", "coded"),
-    [
-        ("fsdp", 2, ["int4", *(["int8"] if FULL else [])]),
-        ("hsdp", 4, ["int4", *(["powersgd:4"] if FULL else [])]),
-    ],
-)
-def test_compressed_training_reaches_the_exact_loss(rank, size, shape, coded):
-    ends = torch.tensor([trained(rank, size, s, shape, 34)[1][-10:] for s in (None, *coded)])
-    dist.all_reduce(ends, dist.ReduceOp.AVG)
-    exact, *compressed = ends.mean(dim=1).tolist()
-    assert exact < 1.0  # it started at ln 10 = 2.3
-    for spec, loss in zip(coded, compressed, strict=True):
-        # Batches of 32 decide the last digits; PowerSGD's residual is all that rank 4 cannot hold.
-        assert loss == pytest.approx(exact, rel=0.2 if "powersgd" in spec else 0.02), spec
 
 
 @on_ranks(2, backend=None)
@@ -435,67 +410,6 @@ def test_redistribute_between_all_placements(rank, size):
         end = start.redistribute(mesh, [after])
         seen += [end.to_local().clone(), end.full_tensor()]
     return seen
-
-
-@on_both(2)
-def test_tensor_parallel_perceptron(rank, size):
-    mesh = init_device_mesh("cpu", (size,))
-    model = perceptron(layers=1)[0]
-    parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    y = model(inputs(0, 0))
-    y.square().mean().backward()
-    return [y.detach().clone(), *(p.grad.full_tensor() for p in model.parameters())]
-
-
-@on_both(4)
-def test_device_mesh_of_two_dimensions(rank, size):
-    mesh = init_device_mesh(
-        "cpu", (2, 2), mesh_dim_names=("dp", "tp"), backend_override={"tp": dist.get_backend()}
-    )
-    seen: list[Any] = [mesh.get_coordinate(), mesh["tp"].get_local_rank()]
-    for part in (mesh["dp"], mesh["tp"], mesh._flatten("all")):
-        group = part.get_group()
-        x = integers(4) * (rank + 1)
-        dist.all_reduce(x, group=group)
-        seen += [x, dist.get_process_group_ranks(group)]
-        assert (find(group) is not None) == (dist.get_backend() == "pycomm")
-    matrix = integers(4, 6)
-    spread = distribute_tensor(matrix, mesh, [Shard(0), Shard(1)])
-    return [*seen, spread.to_local().clone(), spread.full_tensor()]
-
-
-def save_and_load(rank: int, size: int, folder: str) -> None:
-    one = init_device_mesh("cpu", (size,))
-    two = init_device_mesh("cpu", (2, 2))
-    weights = {"a": integers(10, 6), "b": integers(7)}
-    state: dict[str, Any] = {
-        "a": distribute_tensor(weights["a"], one, [Shard(0)]),
-        "b": distribute_tensor(weights["b"], one, [Replicate()]),
-        "step": 7,
-    }
-    dcp.save(state, checkpoint_id=folder)
-    loaded: dict[str, Any] = {
-        "a": distribute_tensor(torch.zeros(10, 6), two, [Shard(1), Shard(0)]),
-        "b": distribute_tensor(torch.zeros(7), two, [Shard(0), Replicate()]),
-        "step": 0,
-    }
-    dcp.load(loaded, checkpoint_id=folder)
-    assert loaded["step"] == 7
-    for name, want in weights.items():
-        assert torch.equal(loaded[name].full_tensor(), want)
-
-
-def read(rank: int, size: int, folder: str) -> Any:
-    state = {"a": torch.zeros(10, 6), "b": torch.zeros(7), "step": 0}
-    dcp.load(state, checkpoint_id=folder)
-    return state
-
-
-def test_checkpoint_loads_into_another_mesh_and_on_gloo(pool, tmp_path):
-    pool.run(save_and_load, str(tmp_path / "saved"), ranks=4)
-    state, _ = same_as_gloo(pool, read, str(tmp_path / "saved"))
-    assert torch.equal(state["a"], integers(10, 6))
-    assert list((tmp_path / "saved").glob("*.distcp"))
 
 
 def pipeline(rank: int, size: int, schedule: type) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from types import CodeType
 from typing import Any
@@ -15,9 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,7 +34,6 @@ from tests.torch.harness import (
     gradients,
     inputs,
     lost,
-    mean,
     near_zero,
     network,
     on_both,
@@ -116,36 +111,6 @@ def test_feedback_loses_nothing_over_new_buckets(rank, size, spec):
     debts = owed(state)
     assert all(debts[name].any() == (name in CODED) for name in SHAPES)
     near_zero(*(missing[name] - debts[name] for name in SHAPES))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_accumulated_unused_and_frozen_parameters(rank, size):
-    model, state = compressed(Policy("fp32", ()), find_unused_parameters=True)
-
-    # There are two micro-steps, one of which is not reduced.
-    model.zero_grad()
-    for step, context in ((0, model.no_sync()), (1, nullcontext())):
-        with context:
-            model(gradients(rank, step)).backward()
-    both = [mean(size, step)["big"] for step in (0, 1)]
-    torch.testing.assert_close(model.module.big.grad, sum(both))
-
-    # One parameter is used by no rank, and one only by rank 0.
-    got = reduced(model, gradients(rank, 2, ["big"]))
-    assert torch.equal(got["big"], mean(size, 2)["big"])
-    assert "small" not in got
-    got = reduced(model, gradients(rank, 3, SHAPES if rank == 0 else ["big", "bias"]))
-    assert torch.equal(got["small"], gradients(0, 3)["small"] / size)
-
-    net = Chosen()
-    net.big.requires_grad_(False)
-    frozen = DistributedDataParallel(net)
-    pycomm.compress(frozen, "fp32")
-    got = reduced(frozen, gradients(rank, 4))
-    assert set(got) == {"small", "bias"}
-    assert torch.equal(got["small"], mean(size, 4)["small"])
-    assert state.overflows == 0
 
 
 # ------------------------------------------------------------------ a registered codec
@@ -255,21 +220,6 @@ def test_different_options_are_told_before_sending(rank, size):
 
 # --------------------------------------------------------------------------------------- PowerSGD
 # DDP with PowerSGD in several buckets, beside other codecs, through checkpoints and overflows.
-
-
-@on_ranks(2, then=all_equal)
-@each_value
-@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-def test_it_trains_over_several_buckets(rank, size):
-    (_, exact), (ends, losses) = (trained(rank, size, spec, 60) for spec in (None, "powersgd:4"))
-    last = torch.tensor([exact[-10:], losses[-10:]])
-    dist.all_reduce(last)
-    want, final = (last / size).mean(dim=1).tolist()
-    assert want < 1.0  # it started at ln 10 = 2.3
-    # The mean of 64 samples of ten classes has a rank of 9. What rank 4 omits comes later: after 60
-    # steps the last of it is still in the residual.
-    assert final < want + 0.15
-    return ends
 
 
 @on_ranks(2)
@@ -385,18 +335,6 @@ def test_torch_compile(rank, size):
     return results + [p.grad.clone() for p in model.parameters()]
 
 
-@on_both(2, then=all_equal)
-@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
-def test_complex_parameters(rank, size, options):
-    model = DistributedDataParallel(Waves(), bucket_cap_mb=0.002, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(4):  # after the first step torch rebuilds the buckets
-        model(waves(rank, step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return values(model)
-
-
 # ------------------------------------------------------------------------------------------ complex
 # Complex parameters are reduced exactly, as two reals each, by every wrapper and backend.
 
@@ -463,46 +401,6 @@ def test_ddp_has_the_bits_of_plain_ddp(rank, size):
 def test_no_policy_compresses_complex_numbers(rank, size):
     specs = (Policy("powersgd:2", ()), "auto", "int4 warmup=2")
     return [p for spec in specs for p in ddp(rank, size, spec, torch.complex64, 25)]
-
-
-class Turn(nn.Module):
-    """A model with one dtype per FSDP2 unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(64, 65, dtype=torch.complex64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.to(torch.complex64) @ self.weight).abs()
-
-
-def sharded(rank: int, size: int, spec: Any, shape: str) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), Turn(), nn.Linear(65, 64))
-    mesh = init_device_mesh("cpu", (size,))
-    if shape == "hsdp":
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-    for part in (*model, model):
-        if shape == "replicate":
-            replicate(part)
-        else:
-            fully_shard(part, mesh=mesh)
-    if spec is not None:
-        state = pycomm.compress(model, spec)
-        assert "complex numbers travel exactly" in state.summary()
-    return train_waves(model, rank)
-
-
-@on_ranks(then=all_equal)
-@each_value
-@pytest.mark.parametrize(("shape", "ranks"), [("fsdp", 2), ("hsdp", 4), ("replicate", 2)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_fsdp2_has_the_bits_of_plain_fsdp2(rank, size, shape):
-    plain, exact, coded = (sharded(rank, size, spec, shape) for spec in (None, "fp32", "int8"))
-    assert equal(exact, plain)
-    assert not equal(coded, plain)
-    return coded
 
 
 @on_ranks(2)

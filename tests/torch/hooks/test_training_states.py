@@ -428,38 +428,6 @@ def penalised(rank: int, spec: Any) -> nn.Module:
     return model
 
 
-class Fails(nn.Module):
-    """A model whose backward raises on request, on all ranks, in the middle."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner, self.fails = network(), False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner[0](x)
-        if self.fails:
-            x.register_hook(self._fail)
-        return self.inner[1:](x)
-
-    def _fail(self, _: torch.Tensor) -> None:
-        raise ValueError("as planned")
-
-
-def interrupted(rank: int, spec: Any) -> nn.Module:
-    model = wrap(spec, Fails(), find_unused_parameters=True)
-    optimizer = sgd(model)
-    for step in range(6):
-        optimizer.zero_grad()
-        model.module.fails = step == 3
-        if step == 3:
-            with pytest.raises(ValueError, match="as planned"), model.no_sync():
-                loss(model, rank, step).backward()
-            continue
-        loss(model, rank, step).backward()
-        optimizer.step()
-    return model
-
-
 def two_models(rank: int, spec: Any) -> nn.Module:
     a, b = wrap(spec), wrap(spec, nn.Linear(10, 64))
     optimizers = [sgd(a), sgd(b)]
@@ -518,7 +486,6 @@ LOOPS: dict[str, Callable[[int, Any], nn.Module]] = {
     "views, zeroed": partial(trained, none=False, gradient_as_bucket_view=True),
     "static, views": partial(trained, gradient_as_bucket_view=True, static_graph=True),
     "penalised": penalised,
-    "interrupted": interrupted,
     "two models": two_models,
     "tied": lambda r, s: trained(r, s, Tied()),
     "checkpointed": lambda r, s: trained(r, s, Again(False)),

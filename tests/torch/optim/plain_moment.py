@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from pycomm.feedback import storage
 from pycomm.momentum import agreement
-from pycomm.momentum.moment import LIMIT, AdamWMoment, SGDMoment, shortened
+from pycomm.momentum.moment import LIMIT, AdamWMoment, SGDMoment
 
 TINY, FLOOR = 1e-30, 0.1
 EXTRA = 3 + agreement.ROWS
@@ -68,6 +68,13 @@ def signs_of(columns: int, step: int) -> torch.Tensor:
     """The random signs of a step, float32 [columns]."""
     begin = agreement.place_of_signs(step)
     return agreement.table(columns, torch.device("cpu"))[begin : begin + columns]
+
+
+def shortened(momentum: float, error: float) -> float:
+    """The coefficient of a coded momentum that has the horizon of an exact one."""
+    error = min(0.99, error)
+    found = math.floor(1024 * (momentum - error) / (1 - error)) / 1024
+    return max(0.0, found) if error else momentum
 
 
 def share(of_mean: float, own: float, ranks: int) -> float:

@@ -15,17 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.feedback import storage
 from pycomm.momentum import agreement
-from pycomm.momentum.job import Job
-from pycomm.momentum.kernels import Kernels
-from pycomm.momentum.moment import AdamWMoment
-from pycomm.momentum.passes import Passes
-from pycomm.momentum.table import Table
-from pycomm.reduction.bucket import BucketPiece
 from tests.extent import each_value
 from tests.torch.harness import Chosen, all_equal, equal, values, whole
 from tests.torch.optim import table
 from tests.torch.optim.plain_agreement import SIZES, SIZES_OF_SGD, PlainAdamW, PlainSGD
-from tests.torch.optim.plain_moment import share
+from tests.torch.optim.plain_moment import PlainMoment, share, shortened
 from tests.torch.optim.table import CALM, SHAPES, gradients, integers, named, train
 from tests.torch.pool import on_ranks
 
@@ -145,20 +139,24 @@ def trained(rank: int, size: int, codec: Any, steps: int = 4) -> list[torch.Tens
 
 
 @pytest.mark.parametrize(
-    ("codec", "ranks"),
+    ("codec", "ranks", "gathers"),
     [
-        ("sign", 1),
-        ("sign", 3),
-        ("topk:0.05", 4),
-        ("eden:bits=1,scale=mmse", 2),
-        ("int2", 4),
-        ("int4", 2),
+        ("sign", 1, []),
+        ("sign", 3, [True]),
+        ("topk:0.05", 4, [False]),
+        ("eden:bits=1,scale=mmse", 2, [True]),
+        # Two payloads of 3.5 bits are less than one and an answer of 4.25; four are not.
+        ("quant:bits=3", 2, [True]),
+        ("quant:bits=3", 4, [False]),
+        ("int4", 2, []),
     ],
 )
-def test_ranks_have_the_same_bits(pool, codec, ranks):
+def test_ranks_have_the_same_bits(pool, codec, ranks, gathers):
+    """Also where few ranks gather the payloads that are coded once, or many ask their owners."""
     results = [pool.run(trained, codec, ranks=ranks, backend=b) for b in ("pycomm", "gloo")]
     for backend in results:
         assert all(equal(result, backend[0]) for result in backend)
+        assert backend[0][-1].tolist() == gathers
     if ranks <= 2:  # the sum of more numbers depends on the order in which a backend adds them
         assert equal(results[0][0], results[1][0])
 
@@ -177,22 +175,6 @@ def test_both_ways_of_coding_a_bucket_write_the_same_bits(pool, ranks):
     for codec in ("int2", "sign"):
         for native, python in pool.run(in_python, codec, ranks=ranks, backend="gloo"):
             assert equal(native, python)
-
-
-def forms(rank: int, size: int) -> tuple[list[bool], list[torch.Tensor]]:
-    model, optimizer = make("quant:bits=3")
-    train(model, optimizer, rank, range(3))
-    singles = [b.single for b in optimizer.compression.reducer.buckets.values() if b.single]
-    return [single.gathers for single in singles], values(model)
-
-
-def test_few_ranks_gather_payloads_and_many_ask_owners(pool):
-    """Two payloads of 3.5 bits are less than one and an answer of 4.25; four are not."""
-    for ranks, gathers in ((2, True), (4, False)):
-        results = pool.run(forms, ranks=ranks, backend="gloo")
-        for modes, _ in results:
-            assert set(modes) == {gathers}
-        assert all(equal(result[1], results[0][1]) for result in results)
 
 
 # ---------------------------------------------------------------- state
@@ -264,50 +246,33 @@ def test_without_sent_values_ranks_use_the_momentum(rank, size):
     two.load_state_dict(deepcopy(one.state_dict()))
     before = two.state[b.module.big]["exp_avg"].clone()
     moment = two.momenta.moments["big"]
+    beta = shortened(moment.momentum, float(moment.state["coding_error"]))
     b({name: torch.zeros(shape) for name, shape in SHAPES.items()}).backward()
     # Round-off of a division and a multiplication.
-    torch.testing.assert_close(b.module.big.grad, moment.beta * before, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(b.module.big.grad, beta * before, rtol=1e-5, atol=1e-7)
     two.zero_grad()
     b({name: torch.zeros(shape) for name, shape in SHAPES.items()}).backward()
-    torch.testing.assert_close(b.module.big.grad, moment.beta * before, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(b.module.big.grad, beta * before, rtol=1e-5, atol=1e-7)
 
 
 # -------------------------------------------------------------------------------------- agreement
 # The share of the ranks' squares that belongs to their mean.
 
 
-def projected(gradient: torch.Tensor, step: int, shards: int = 1) -> torch.Tensor:
-    """Return the random numbers of a matrix's rows, as `CodedAdamW` has them."""
-    moment = moment_of(gradient, shards=shards)
-    moment.state["step"].fill_(step)
-    moment.begin()
-    kernels = Kernels(torch.device("cpu"))
-    bucket = torch.zeros(shards, moment.padded * moment.columns)
-    bucket.view(-1)[: gradient.numel()] = gradient.view(-1)
-    piece = BucketPiece("", 0, bucket.shape[1], moment.codec, 0, None)
-    table_ = Table(kernels, [(moment, piece)], None, *bucket.shape)
-    how: dict[str, Any] = {"unit": 1.0, "ranks": 1, "looks": True, "divides": True}
-    Job(Passes(kernels), table_, bucket, **how).encode(scale=lambda new: None)
-    return moment.room[len(moment.numbers) :][: moment.sums_numel][-agreement.ROWS :].clone()
-
-
-def moment_of(value: torch.Tensor, **options: Any) -> AdamWMoment:
-    settings = {"betas": (0.9, 0.5), "eps": 1e-8}
-    moment = AdamWMoment(torch.nn.Parameter(value), settings, {}, pycomm.codec("sign"), **options)
-    moment.start()
-    return moment
-
-
 def measured(ranks: int, noise: float, steps: int, rows: int = 200, columns: int = 48) -> float:
     """Return the share over some steps of gradients with a common part of square 1."""
     generator = torch.Generator().manual_seed(ranks)
     of_mean = own = 0.0
-    for step in range(steps):
+    moment = PlainMoment(torch.zeros(rows, columns), rows, {"betas": (0.9, 0.5)}, 0.0)
+    for _ in range(steps):
         common = torch.randn(rows, columns, generator=generator)
         found = []
         for _ in range(ranks):
+            moment.begin()
             gradient = common + noise * torch.randn(rows, columns, generator=generator)
-            found.append(projected(gradient, step))
+            moment.look({0: gradient}, 1.0, True)
+            found.append(moment.fresh[-agreement.ROWS :])
+        moment.steps += 1
         of_mean += float((sum(found) / ranks).square().sum())
         own += float(sum(one.square().sum() for one in found)) / ranks
     return share(of_mean, own, ranks)
@@ -323,38 +288,6 @@ def test_agreement_is_the_share_of_the_mean(ranks, noise):
         assert found == 1  # equal gradients have equal projections
     else:  # 60 steps of 50 rows or more: the standard deviation of a mean of squares is 0.026
         assert found == pytest.approx(wanted, rel=0.12)
-
-
-def test_shards_have_the_projections_of_the_whole():
-    gradient = torch.randint(-9, 10, (150, 30)).float()
-    for step in range(4):
-        found = projected(gradient, step)
-        assert torch.equal(found, projected(gradient, step, shards=3))
-        assert int(found.count_nonzero()) >= 45
-
-
-def test_every_row_has_its_turn():
-    seen = torch.zeros(200)
-    for step in range(4):  # 200 rows, 64 at most at once
-        for row in range(200):
-            gradient = torch.zeros(200, 8)
-            gradient[row] = torch.arange(1.0, 9.0)
-            seen[row] += float(projected(gradient, step).abs().sum() > 0)
-    assert bool((seen == 1).all())
-
-
-@pytest.mark.parametrize(
-    ("of_mean", "own", "want"),
-    [(0.0, 0.0, 1.0), (1e-9, 1.0, 0.25), (2.0, 1.0, 1.0)],  # first: nothing was measured yet
-)
-def test_bounds(of_mean, own, want):
-    """Of the share of four ranks' squares by which second moments grow."""
-    moment = moment_of(torch.zeros(4, 4))
-    sums = torch.ones(moment.sums_numel)
-    sums[-agreement.ROWS :] = 0
-    sums[-agreement.ROWS - 1], sums[-agreement.ROWS] = own, of_mean**0.5
-    Passes(Kernels(torch.device("cpu"))).commit([moment], 4 * sums, 4, lambda one: True)
-    assert moment.state["row"].tolist() == [0.5 * want] * 4
 
 
 # --------------------------------------------------------------------------------- steps stay small
@@ -401,21 +334,6 @@ def test_columns_that_are_small_in_all_steps_move(rank, size, which):
     assert moved[5] > 0.5 * moved[0]
     assert moved[6] < 0.1 * moved[0]
     return values(model)
-
-
-@on_ranks(2)
-def test_a_state_of_one_floor_for_all_is_taken(rank, size):
-    """As earlier versions have saved it."""
-    model, optimizer = make("sign")
-    train(model, optimizer, rank, range(3))
-    saved = optimizer.state_dict()
-    for state in saved["state"].values():
-        state.pop("heard", None)
-    optimizer.load_state_dict(saved)
-    train(model, optimizer, rank, range(3, 5))
-    state = optimizer.state[named(model)["big"]]
-    assert state["heard"].shape == (2, state["row"].numel() + state["column"].numel())
-    assert state["heard"].all()  # two steps have entered
 
 
 def with_a_jump(rank: int, size: int, codec: str, which: str, refresh: int) -> float:

@@ -290,22 +290,6 @@ def test_other_numbers_of_ranks_owe_the_same(pool):
 
 
 @on_ranks(2)
-def test_a_load_of_another_version_begins_anew(rank, size):
-    model, state = wrapped("int4")
-    for step in range(3):
-        reduced(model, unequal(rank, step))
-    saved = state.state_dict()
-    (about,) = saved["about"]
-    saved["about"] = ({key: value for key, value in about.items() if key != "factors"},)
-    again, loaded = wrapped("int4")
-    loaded.load_state_dict(saved)
-    assert not loaded.reducer.factors.current
-    for step in range(3, 6):  # step 4 is a look
-        reduced(again, unequal(rank, step))
-    assert set(loaded.reducer.factors.current) == set(CODED)
-
-
-@on_ranks(2)
 def test_a_parameter_that_thaws_gets_factors(rank, size):
     model, state = wrapped("int8", feedback=False, find_unused_parameters=True)
     model.module.kernel.requires_grad_(False)

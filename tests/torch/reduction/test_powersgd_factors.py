@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -110,14 +109,3 @@ def test_an_exact_piece_sends_its_residual_once(rank, size):
         exchange.finish()
         residuals.commit(["p0"])
         assert values.tolist() == [want] * 4
-
-
-def test_saved_factors_continue():
-    memory = Memory()
-    memory.put("a", torch.ones(2, 5))
-    memory.commit(True)
-    other = Memory()
-    other.load_state_dict(memory.state_dict())
-    found: Any = other.factor("a", (2, 5), torch.device("cpu"))
-    assert torch.equal(found, torch.ones(2, 5))
-    assert other.factor("a", (3, 5), torch.device("cpu")) is None  # another rank: anew

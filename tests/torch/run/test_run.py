@@ -201,9 +201,6 @@ def test_options_end_where_the_script_begins(words, options, script):
         (["--rule", "head.*=int8"], "give a --codec"),
         (["--codec", "int4", "--rule", "int8"], "--rule takes PATTERN=CODEC, not 'int8'"),
         (["--codec", "int4", "--rule", "*=int9"], "unknown codec 'int9'"),
-        (["--codec", "int4", "--optimizer", "sign"], "give one of them"),
-        (["--optimizer", "sign", "--no-feedback"], "--optimizer needs feedback"),
-        (["--optimizer", "eden:bits=1"], "--optimizer: .* is unbiased.* scale=mmse"),
         (["--frobnicate"], "unrecognized arguments: --frobnicate"),
     ],
 )
@@ -266,65 +263,6 @@ def test_ranks_that_srun_starts_find_each_other(tmp_path, way):
     assert [f"SUM 3 of 2 local {task}" in text for task, text in enumerate(texts)] == [True] * 2, (
         texts
     )
-
-
-# ------------------------------------------------------------------------------- coded momentum
-
-
-MOMENTUM = """
-import sys, warnings, torch, torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-warnings.simplefilter("error", UserWarning)
-kind = sys.argv[1]
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-net = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-model = fully_shard(net) if kind == "shards" else DistributedDataParallel(net)
-if kind == "other":
-    optimizer = torch.optim.RMSprop(net.parameters(), 1e-2)
-elif kind == "sgd":
-    optimizer = torch.optim.SGD(net.parameters(), 1e-2, momentum=0.9)
-elif kind == "adam":  # with a rate that is a tensor
-    optimizer = torch.optim.Adam(net.parameters(), torch.tensor(1e-2))
-else:
-    optimizer = torch.optim.AdamW(net.parameters(), 1e-2)
-scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=kind == "scaler")
-with torch.no_grad():  # an evaluation may come first
-    model(torch.ones(2, 64))
-torch.manual_seed(dist.get_rank())
-for step in range(6):
-    x = torch.randn(16, 64)
-    loss = (model(x) - x).square().mean()
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    scheduler.step()
-weight = getattr(net[0].weight, "full_tensor", lambda: net[0].weight)().detach()
-weights = [torch.empty_like(weight) for _ in range(2)]
-dist.all_gather(weights, weight)
-if dist.get_rank() == 0:
-    print(f"{type(optimizer).__name__} {torch.equal(*weights)} lr {scheduler.get_last_lr()[0]:.0e}")
-"""
-
-
-@pytest.mark.parametrize("kind", ["adamw", "adam", "scaler", "shards", "sgd"])
-def test_momentum_of_a_script_travels_coded(tmp_path, kind):
-    """The script holds the optimizer, its scheduler and its scaler, which go on."""
-    command = ["-m", "pycomm.run", "--optimizer", "sign", "script.py", kind]
-    output = launch(*command, folder=tmp_path, script=MOMENTUM)
-    assert "policy: sign" in output
-    assert f"{'CodedSGD' if kind == 'sgd' else 'CodedAdamW'} True lr 1e-04" in output
-    assert "compresses nothing" not in output
-
-
-def test_momentum_that_cannot_travel_is_named(tmp_path):
-    command = ["-m", "pycomm.run", "--optimizer", "sign", "script.py", "other"]
-    output = launch(*command, folder=tmp_path, script=MOMENTUM)
-    assert output.count("--optimizer compresses nothing here: code_optimizer takes torch.opt") == 1
-    assert "RMSprop True lr 1e-04" in output
 
 
 # -------------------------------------------------------------------------------- what is reached

@@ -13,7 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.errors import Error
-from tests.extent import FULL
 from tests.torch import harness
 from tests.torch.harness import Chosen, all_equal, equal, near, values, whole
 from tests.torch.optim.table import (
@@ -37,25 +36,6 @@ from tests.torch.optim.table import (
 from tests.torch.pool import on_ranks
 
 LOCAL = ("local", 2)
-
-
-def trained(rank: int, size: int, which: str) -> list[torch.Tensor]:
-    model, optimizer = make(which)
-    train(model, optimizer, rank, range(5))
-    assert len(optimizer.state) == len(SHAPES)
-    return values(model)
-
-
-@in_ddp
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_have_the_same_bits_on_any_backend(pool, which, ranks):
-    # The sum of more than two numbers depends on the order in which a backend adds them.
-    backends = ["pycomm", "gloo"] if ranks == 2 or FULL else ["pycomm"]
-    native, *others = (pool.run(trained, which, ranks=ranks, backend=b) for b in backends)
-    for results in (native, *others):
-        all_equal(results)
-    if ranks == 2:
-        assert equal(native[0], others[0][0])
 
 
 @on_ranks(then=all_equal)
@@ -278,65 +258,11 @@ def test_an_unknown_scaler_is_an_error(rank, size, which):
 # ---------------------------------------------------------------- clipping
 
 
-def clipped(how: str, most: float, model: Any, optimizer: Any, scaler: Any, number: int) -> None:
-    """Take a step whose gradients are clipped."""
-    rank, drift = dist.get_rank(), gradients(0, 99)
-    parts = [
-        {n: 0.02 * (g + drift[n]) for n, g in gradients(rank, 10 * number + i).items()}
-        for i in range(2)
-    ]
-    optimizer.zero_grad()
-    if how == "accumulated":
-        without_reduction(model, parts[1])
-    (scaler.scale(model(parts[0])) if how == "unscaled" else model(parts[0])).backward()
-    if how == "unscaled":
-        scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), most, foreach=how == "foreach" or None)
-    assert most > 1 or whole(norm) > 3 * most
-    if how == "unscaled":
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        optimizer.step()
-
-
-def distance(which: str, how: str, most: float, *, is_coded: bool, codec: str = "sign") -> float:
-    """Return how far the matrices move in 12 steps."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    model = wrap(which, net())
-    options: dict[str, Any] = {"weight_decay": 0.0}
-    if is_coded:
-        options |= {"codec": codec, "scaler": scaler if how == "unscaled" else None}
-    make_one = coded if is_coded else lambda w, m, **o: plain(w, m.parameters(), **o)
-    optimizer = make_one(which, model, **options)
-    before = values(model)
-    for number in range(12):
-        clipped(how, most, model, optimizer, scaler, number)
-    moved = [a - b for a, b in zip(values(model), before, strict=True)][:2]
-    return float(sum(one.square().sum() for one in moved).sqrt())
-
-
-HOWS = ("", "accumulated", "unscaled", "foreach")
-CLIPPED = [(*row, how, "sign") for row in ROWS if row[0].startswith("adamw") for how in HOWS]
-# Of one rank, and of a codec whose owners code the mean once more.
-CLIPPED += [("adamw", 1, "", "sign"), ("adamw", 2, "", "int4")]
-
-
 @on_ranks()
-@pytest.mark.parametrize(("which", "ranks", "how", "codec"), CLIPPED)
-def test_clipping_costs_no_more_distance_than_adamw(rank, size, which, how, codec):
-    clipped_, free = (
-        [distance(which, how, most, is_coded=is_coded, codec=codec) for is_coded in (True, False)]
-        for most in (1e-2, 1e9)
-    )
-    assert clipped_[0] / free[0] == pytest.approx(clipped_[1] / free[1], rel=0.05)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("which", ["adamw", "adamw on shards", "sgd", "sgd on shards"])
+@rows()
 def test_a_factor_is_not_a_part_of_the_momentum(rank, size, which):
-    """It counts for the distance of SGD's step alone. Padding may stand among the first values,
-    by which a factor is recognised."""
+    """Such as that of `clip_grad_norm_`: it counts for the distance of SGD's step alone. Padding
+    may stand among the first values, by which a factor is recognised."""
     shapes = {"odd": (7, 13), "even": (64, 64)}
     found, moves = [], []
     for factor in (1.0, 0.25):

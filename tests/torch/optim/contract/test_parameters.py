@@ -11,17 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import pycomm
 from pycomm.errors import Error
 from tests.torch.harness import all_equal, equal, values, whole
 from tests.torch.optim.table import (
-    ROWS,
     coded,
     gradients,
-    in_ddp,
     make,
     named,
     net,
@@ -63,22 +60,6 @@ def test_parameters_of_another_optimizer_are_averaged(rank, size, which, bucket_
         optimizer.step()
         other.step()
     assert not any(map(torch.equal, before, values(model)))
-    return values(model)
-
-
-@on_ranks(2, then=all_equal)
-@in_ddp
-def test_another_optimizers_sparse_gradients_are_averaged(rank, size, which):
-    torch.manual_seed(0)
-    words, line = nn.Embedding(9, 40, sparse=True), nn.Linear(40, 40)
-    model = DistributedDataParallel(nn.Sequential(words, line))
-    optimizer = coded(which, model, line.parameters())
-    other = torch.optim.SGD(words.parameters(), lr=0.1)
-    for number in range(3):
-        model.zero_grad()
-        model(torch.tensor([rank, 2 + number])).square().mean().backward()
-        optimizer.step()
-        other.step()
     return values(model)
 
 
@@ -220,11 +201,12 @@ ATTACHED: dict[str, Callable[[str, Any], Any]] = {
     "compress": lambda _, model: pycomm.compress(model, "int4"),
     "coded": coded,
 }
-COPIED = [("coded", *row) for row in [*ROWS, ("local", 2)]] + [("compress", "adamw", 2)]
+# Of shards torch copies and saves no wrapper, but their values.
+COPIED = [("coded", "adamw"), ("coded", "sgd"), ("coded", "local"), ("compress", "adamw")]
 
 
-@on_ranks()
-@pytest.mark.parametrize(("name", "which", "ranks"), COPIED)
+@on_ranks(2)
+@pytest.mark.parametrize(("name", "which"), COPIED)
 def test_models_with_every_hook_are_copied_and_saved(rank, size, name, which):
     attach = ATTACHED[name]
     model = wrap(which, net())
@@ -232,11 +214,6 @@ def test_models_with_every_hook_are_copied_and_saved(rank, size, name, which):
     if name == "compress":
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
     train(model, optimizer, rank, range(2))
-    # Of shards torch copies and saves no wrapper, but their values.
-    if " on " in which:
-        with pytest.raises(AssertionError, match="deepcopy"):
-            copy.deepcopy(model)
-        return
     average, found = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)), []
     for number in range(2, 4):
         train(model, optimizer, rank, range(number, number + 1))

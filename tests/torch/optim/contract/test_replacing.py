@@ -13,7 +13,6 @@ from torch.optim import lr_scheduler
 
 import pycomm
 from pycomm.errors import Error
-from pycomm.optim.convert import code_in_place
 from tests.torch.harness import equal, values
 from tests.torch.optim.table import (
     SHAPES,
@@ -23,7 +22,6 @@ from tests.torch.optim.table import (
     net,
     plain,
     rows,
-    step,
     train,
     wrap,
 )
@@ -169,46 +167,3 @@ def test_groups_that_are_added_have_the_old_settings(rank, size, which):
     new.add_param_group({"params": [last]})
     first, added = ({k: v for k, v in g.items() if k != "params"} for g in new.param_groups)
     assert added == {key: first[key] for key in added}
-
-
-@on_ranks()
-@rows()
-def test_an_optimizer_that_becomes_coded_does_the_same(rank, size, which):
-    """In the middle of training, with a scheduler that was made for it, and its hooks."""
-    found = []
-    for in_place in (True, False):
-        model = wrap(which, net())
-        optimizer: Any = plain(which, model.parameters(), lr=1.0)
-        scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 0.1 ** (step + 1))
-        steps: list[int] = []
-        optimizer.register_step_post_hook(lambda *_, steps=steps: steps.append(1))
-        train(model, optimizer, rank, range(2))
-        if in_place:
-            code_in_place(optimizer, model, "sign")
-            assert isinstance(optimizer, (pycomm.CodedAdamW, pycomm.CodedSGD))
-        else:
-            optimizer = pycomm.code_optimizer(optimizer, model, "sign")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            for number in range(2, 5):
-                train(model, optimizer, rank, range(number, number + 1))
-                scheduler.step()
-        found.append(values(model))
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
-        assert len(steps) == (5 if in_place else 2)
-    assert equal(*found)
-
-
-@on_ranks()
-@rows()
-def test_an_optimizer_that_cannot_become_coded_stays(rank, size, which):
-    found = []
-    for tried in (True, False):
-        model = wrap(which, net())
-        optimizer = plain(which, model.parameters())
-        if tried:
-            with pytest.raises(ValueError, match="scale=mmse"):
-                code_in_place(optimizer, model, "eden:bits=1")
-        step(model, optimizer, gradients(rank, 0))
-        found.append(values(model))
-    assert equal(*found)

@@ -400,7 +400,8 @@ def test_an_exact_codec_hands_over_to_the_bit(rank, size, which):
 @on_ranks()
 @rows()
 def test_a_coded_state_survives_torchs_optimizer(rank, size, which):
-    """As a script loads it that runs under `pycomm.run`: torch gives states the model's dtype."""
+    """As a script may load it before it calls `code_optimizer`: torch gives states the model's
+    dtype."""
     model = wrap(which, net().bfloat16())
     new = pycomm.code_optimizer(plain(which, model.parameters()), model, "sign")
     train(model, new, rank, range(1))
