@@ -1,5 +1,5 @@
-// CRC-32C by carry-less multiplication of AVX-512 vectors, by three interleaved streams of the crc32
-// instruction (x86 and Arm), or by a table of eight bytes per step.
+// CRC-32C by carry-less multiplication of AVX-512 vectors, by three interleaved streams of the
+// crc32 instruction (x86 and Arm), or by a table of eight bytes per step.
 //
 // Folding follows V. Gopal et al., "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
 // Instruction", Intel 2009. All polynomials here are bit-reflected, as CRC-32C is.
@@ -128,8 +128,8 @@ uint32_t after_zeros(uint32_t crc) {
          kShifts[3][crc >> 24];
 }
 
-// Data in memory are fetched over several pages and into the second-level cache, since the processor
-// by itself stops at the end of each page.
+// Data in memory are fetched over several pages and into the second-level cache, since the
+// processor by itself stops at the end of each page.
 constexpr size_t kAhead = 16 << 10;
 
 // An instruction takes two or three cycles and starts every cycle: three independent streams keep
