@@ -273,7 +273,6 @@ def compress_hook(
     Raises:
         Error: the group's all_reduce failed.
     """
-    future: torch.futures.Future[torch.Tensor]
     if state.transform is not None:
         future = state.transform.reduce_bucket(bucket)
     else:

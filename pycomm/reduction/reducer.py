@@ -41,6 +41,7 @@ from pycomm.reduction.refusals import MOMENTA, refused_codec
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.single_coding import SingleCoding
 from pycomm.reduction.step import Step, StepStatus
+from pycomm.reduction.transform import Transform
 from pycomm.reduction.weights import weigh
 
 
@@ -58,7 +59,7 @@ class BucketReducer:
         feedback: bool | str | Feedback | None,
         seed: int,
         adapter: Adapter,
-        transform: Any,
+        transform: Transform | None,
     ) -> None:
         process_group = process_group or dist.group.WORLD
         if process_group is None:

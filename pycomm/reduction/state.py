@@ -31,6 +31,7 @@ from pycomm.reduction.refusals import ALL, FSDP, HSDP, refused, stays_because
 from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
 from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
+from pycomm.reduction.transform import Transform
 
 STATE_VERSION = 1
 
@@ -65,7 +66,7 @@ class CompressionState:
         process_group: dist.ProcessGroup | None = None,
         feedback: bool | str | Feedback | None = True,
         seed: int = 0,
-        transform: Any = None,
+        transform: Transform | None = None,
         adapter: Adapter | None = None,
     ) -> None:
         self.adapter = adapter or Adapter()

@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _QUIET_STEPS = 32  # in a row, whose gradients were all used; then the hooks are removed
 _UNSEEN_STEPS = 16  # in a row without a visible change: something moves parameters unseen
+_SAMPLE = 16  # values that are checked before the whole gradient: most gradients are not zero
 
 
 class GradientHook:
@@ -145,7 +146,7 @@ class DiscardedGradients:
             if gradient is None:
                 self._gone.add(name)
             elif gradient.is_cpu:
-                if not gradient.any():
+                if not _holds(gradient):
                     self._gone.add(name)
             else:  # read later with the others, so that backward does not wait for the device
                 self._found[name] = gradient.any()
@@ -176,14 +177,14 @@ class DiscardedGradients:
                 own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
                 there.append((name, own))
         if self._early:
-            if any(own.numel() for _, own in there) and not any(own.any() for _, own in there):
+            if any(own.numel() for _, own in there) and not any(_holds(own) for _, own in there):
                 gone.update(name for name, _ in there)
             return gone
         found = {name: found for name, found in self._found.items() if name in waiting}
         for name, gradient in there:
             if not gradient.is_cpu:
                 found[name] = gradient.any()
-            elif not gradient.any():
+            elif not _holds(gradient):
                 gone.add(name)
         if found:
             held = torch.stack(list(found.values())).tolist()
@@ -204,6 +205,15 @@ class DiscardedGradients:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _holds(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient has a value that is not zero."""
+    if gradient.numel() > _SAMPLE and gradient.is_contiguous():
+        flat = gradient.detach().view(-1)
+        if flat[:: flat.numel() // _SAMPLE].any():
+            return True
+    return bool(gradient.any())
 
 
 _watching: weakref.WeakSet[DiscardedGradients] = weakref.WeakSet()

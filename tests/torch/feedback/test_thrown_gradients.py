@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm.reduction.taken import _holds
 from tests.extent import each_value, pairs
 from tests.torch.harness import (
     CODED,
@@ -295,3 +296,12 @@ def test_parameters_that_loading_replaces(rank, size):
         return found
 
     assert equal(train(True), train(False))
+
+
+def test_one_value_that_is_not_zero_is_found():
+    gradient = torch.zeros(1000)
+    assert not _holds(gradient)
+    for place in range(1000):  # some of them are among those that are looked at first
+        gradient[place] = 1
+        assert _holds(gradient), place
+        gradient[place] = 0
