@@ -127,8 +127,10 @@ class TopK(Codec):
             scale, inv, _ = scales(groups, 127)
             code = (groups * inv[:, None]).round().to(torch.int8).view(records, -1)[:, :k]
             return scale.view(records, -1), code
-        sent = torch.arange(padded_rows.shape[1], device=chosen.device) < k
-        low, high, upper = bins(groups.abs(), sent.view(-1, GROUP).sum(dim=1).repeat(records))
+        places = torch.arange(padded_rows.shape[1], dtype=torch.int64, device=chosen.device)
+        low, high, upper = bins(
+            groups.abs(), (places < k).view(-1, GROUP).sum(dim=1).repeat(records)
+        )
         code = chosen.signbit().to(torch.uint8) << 1 | upper.view(records, -1)[:, :k]
         return torch.stack((low, high), dim=1).view(records, -1), pack_bits(code, 2)
 

@@ -111,3 +111,14 @@ def test_rows_name_set_variables_but_no_secret(monkeypatch):
     monkeypatch.setenv("PYCOMM_CHECKSUM", "header")
     command = Origin.here("python -m pycomm.bench codecs").command
     assert command == "PYCOMM_CHECKSUM=header python -m pycomm.bench codecs"
+
+
+@pytest.mark.parametrize("text", ["", "K", "-8", "1.3", "8T", "8 K"])
+def test_nonsense_is_no_size(text):
+    with pytest.raises(ValueError, match="cannot read the size"):
+        harness.parse_size(text)
+
+
+def test_a_factor_that_never_ends_is_refused():
+    with pytest.raises(ValueError, match="larger than 1"):
+        next(harness.sizes(8, 64, 1))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from pycomm.bench.__main__ import SUBCOMMANDS
 from pycomm.bench.common import tables
 from pycomm.bench.figures import report
@@ -58,3 +60,14 @@ def test_every_claim_has_a_table_and_a_command():
     made = {claim["table"] for claim in CLAIMS}
     assert {path.name for path in tables.RESULTS.glob("*.csv")} == made | {"mutants.csv"}
     assert {figure.table for figure in FIGURES} <= made
+
+
+def test_only_tables_that_are_asked_for_are_measured(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "run", lambda table, *_: table != "links-cpu.csv")
+    log = ["--measure", "--log", str(tmp_path / "log"), "--only"]
+    assert report.main([*log, "demo"]) == 0
+    assert report.main([*log, "links"]) == 1
+    names = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert names == ["demo-cpu.csv:", *["links-cpu.csv:"] * 2]
+    with pytest.raises(SystemExit):
+        report.main([*log, "nothing"])

@@ -14,6 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -335,6 +338,18 @@ def test_torch_compile(rank, size):
     return results + [p.grad.clone() for p in model.parameters()]
 
 
+@on_both(2, then=all_equal)
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}])
+def test_complex_parameters(rank, size, options):
+    model = DistributedDataParallel(Waves(), bucket_cap_mb=0.002, **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(4):  # after the first step torch rebuilds the buckets
+        model(waves(rank, step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return values(model)
+
+
 # ------------------------------------------------------------------------------------------ complex
 # Complex parameters are reduced exactly, as two reals each, by every wrapper and backend.
 
@@ -401,6 +416,46 @@ def test_ddp_has_the_bits_of_plain_ddp(rank, size):
 def test_no_policy_compresses_complex_numbers(rank, size):
     specs = (Policy("powersgd:2", ()), "auto", "int4 warmup=2")
     return [p for spec in specs for p in ddp(rank, size, spec, torch.complex64, 25)]
+
+
+class Turn(nn.Module):
+    """A model with one dtype per FSDP2 unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(64, 65, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(torch.complex64) @ self.weight).abs()
+
+
+def sharded(rank: int, size: int, spec: Any, shape: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), Turn(), nn.Linear(65, 64))
+    mesh = init_device_mesh("cpu", (size,))
+    if shape == "hsdp":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    for part in (*model, model):
+        if shape == "replicate":
+            replicate(part)
+        else:
+            fully_shard(part, mesh=mesh)
+    if spec is not None:
+        state = pycomm.compress(model, spec)
+        assert "complex numbers travel exactly" in state.summary()
+    return train_waves(model, rank)
+
+
+@on_ranks(then=all_equal)
+@each_value
+@pytest.mark.parametrize(("shape", "ranks"), [("fsdp", 2), ("hsdp", 4), ("replicate", 2)])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fsdp2_has_the_bits_of_plain_fsdp2(rank, size, shape):
+    plain, exact, coded = (sharded(rank, size, spec, shape) for spec in (None, "fp32", "int8"))
+    assert equal(exact, plain)
+    assert not equal(coded, plain)
+    return coded
 
 
 @on_ranks(2)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 
 import pytest
 
 from pycomm import run
+from pycomm.hooks.construction import after_construction
 from tests.extent import FULL
 from tests.torch import torchrun
 from tests.torch.interpreter import ROOT, Interpreter, free_port, launch
@@ -394,3 +396,41 @@ UNANSWERED = "dist.irecv(torch.ones(1), 1 - dist.get_rank()).get_future(); dist.
 @pytest.mark.parametrize("wait", ["", UNANSWERED], ids=["all_done", "unanswered_receive"])
 def test_leaving_without_goodbye_ends_well(tmp_path, wait):
     launch("script.py", folder=tmp_path, script=LEAVES.replace("WAIT", wait))
+
+
+MADE_LATER = """
+class Made:
+    def __init__(self, x):
+        self.x = x
+"""
+
+
+def test_objects_of_modules_that_are_imported_later(tmp_path, monkeypatch):
+    (tmp_path / "made_later.py").write_text(
+        "class Made:\n    def __init__(self, x):\n        self.x = x"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    seen: list[int] = []
+    after_construction("made_later", "Made", lambda made: seen.append(made.x))
+    after_construction("made_later", "Absent", seen.append)
+    later = importlib.import_module("made_later")
+    later.Made(3)
+    after_construction("made_later", "Made", lambda made: seen.append(-made.x))
+    later.Made(4)
+    assert seen == [3, 4, -4]
+
+
+SUM = """
+import numpy as np
+from pycomm import Communicator
+with Communicator.from_env() as group:
+    x = np.full(4, group.rank + 1, np.float32)
+    group.all_reduce(x)
+    print("sum", *x)
+"""
+
+
+def test_a_communicator_meets_at_the_store_of_torchrun(tmp_path):
+    (tmp_path / "sum.py").write_text(SUM)
+    output = torchrun.launch("sum.py", folder=tmp_path)
+    assert output.count("sum 3.0 3.0 3.0 3.0") == 2
