@@ -29,8 +29,14 @@ from pycomm.log import logger
 
 Make = Callable[..., tuple[Any, Any]]
 
-REFUSED = ("fake", "mpi", "pycomm", "undefined")
-"""Names of torch in whose place there is nothing to do, or no store to meet by."""
+# Why a name cannot be taken over.
+REFUSED = {
+    "fake": "it stands for no communication",
+    "mpi": "MPI starts its own ranks, so there is nothing to meet by",
+    "pycomm": "that is our own name",
+    "undefined": "that is torch's word for a backend that was not named; such a group goes to what "
+    "torch would take, so name that",
+}
 
 _answers: dict[str, str] = {}  # the replacing backend, by the name that is asked for
 _released = ContextVar("pycomm_released", default=False)
@@ -51,8 +57,10 @@ def install(names: Iterable[str], backend: str = "pycomm") -> None:
     """
     wanted = [name.lower() for name in names]
     for name in wanted:
-        if name in REFUSED or not name.isidentifier():
-            raise ValueError(f"pycomm cannot answer for the backend {name!r}: name gloo or nccl")
+        if name in REFUSED:
+            raise ValueError(f"pycomm cannot answer for the backend {name!r}: {REFUSED[name]}")
+        if not name.isidentifier():
+            raise ValueError(f"{name!r} is not the name of a backend, such as gloo or nccl")
     make: Make | None = getattr(c10d, "_new_process_group_helper", None)
     if make is None:
         raise Error(

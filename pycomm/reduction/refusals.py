@@ -149,8 +149,8 @@ REFUSALS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "a new one",
         ),
         UNBIASED: (
-            "{codec} is unbiased, so its errors would pile up in the momentum: use {remedy}, whose "
-            "errors feedback returns",
+            "{codec} is unbiased, so its errors would pile up in a coded momentum: use {remedy}, "
+            "whose errors feedback returns",
             "`eden:...,scale=mmse`, `sign`, `int4`",
         ),
         "`powersgd`": ("{codec} averages factors: take another codec", "another codec"),

@@ -33,7 +33,7 @@ from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
 from pycomm.reduction.transform import Transform
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 
 
 class CompressionState:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from pycomm import _C
 from pycomm.env import env
-from pycomm.log import logger
+from pycomm.log import logger, warn_once
 from pycomm.straggler.compare import (
     Health,
     LinkStats,
@@ -168,14 +168,14 @@ class StragglerMonitor:
         for group in list(self._groups):
             try:
                 act(group)
-            except Exception as error:
-                wrong = str(error)
-                if not isinstance(error, RuntimeError):
-                    wrong = f"what its store has is no statistics of a rank ({error!r})"
-                if "statistics" in wrong or "of the secret" in wrong:  # else the store is gone
-                    logger.warning(
-                        "slow ranks of the group %r cannot be told: %s", group.name, wrong
-                    )
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                warn_once(
+                    f"slow ranks of the group {group.name!r} cannot be told: what its store has is "
+                    f"no statistics of a rank ({error!r})"
+                )
+            except RuntimeError as error:  # the store is gone, or a stranger writes to it
+                if "of the secret" in str(error):
+                    warn_once(f"slow ranks of the group {group.name!r} cannot be told: {error}")
                 with self._lock:
                     self._groups = [g for g in self._groups if g is not group]
 

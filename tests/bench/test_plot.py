@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,6 @@ pytest.importorskip("matplotlib", reason="pictures: pip install pycomm[bench]")
 
 from pycomm.bench import plot
 from pycomm.bench.common import tables
-from pycomm.bench.common.harness import Row
 from pycomm.bench.figures.catalogue import Figure, widest_run
 from pycomm.bench.figures.drawing import chart, line, log_scale, panels, save
 
@@ -135,25 +134,3 @@ def test_newest_rows_and_the_widest_run():
         "2026-01-02T02",
     ]
     assert widest_run(rows, "backend") == rows[3:]
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ([], "name a figure, or write --docs"),
-        (["los"], "did you mean loss?"),
-        (["bandwidth", "--results", "."], "bandwidth: connection is shm and tcp in the rows"),
-    ],
-)
-def test_what_cannot_be_drawn_gets_one_line(tmp_path, monkeypatch, capsys, words, says):
-    monkeypatch.chdir(tmp_path)
-    values = Row("time", "all_reduce", "pycomm", 2, 8, 2, "float32", time_p50=2.0, effbw=1.5)
-    rows = [asdict(replace(values, connection=one)) for one in ("shm", "tcp")]
-    tables.append(tmp_path / "collectives-cpu.csv", [one | row(1, 2) for one in rows])
-    with pytest.raises(SystemExit) as end:
-        plot.main([*words, "--out", str(tmp_path)])
-    assert end.value.code == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1
-    assert says in lines[0]
-    assert not list(tmp_path.rglob("*.png"))

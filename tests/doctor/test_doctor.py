@@ -444,9 +444,3 @@ def test_without_a_gpu_the_doctor_says_what_it_needs(monkeypatch):
     (finding,) = cli.alone(cli.parse(["--gpu", "--no-self-test"]))
     assert finding.level == "problem"
     assert "this needs one, its driver, and a torch for CUDA" in finding.text
-
-
-def test_a_wrong_command_line_is_2():
-    with pytest.raises(SystemExit) as end:
-        cli.parse(["--ranks", "1"])
-    assert end.value.code == 2

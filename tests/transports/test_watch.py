@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from pycomm.communicator import Communicator, Store
-from pycomm.errors import PeerLost
+from pycomm.errors import Error, PeerLost
 from tests.ranks import in_processes, on_processes, run_processes
 from tests.soak.held import descriptors
 
@@ -105,6 +105,26 @@ def test_a_death_is_seen_behind_other_files(c):
     if c.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return lost(c)
+
+
+@on_processes(2)
+def test_memory_is_taken_back_without_descriptors(c):
+    """Fail in place while the file of the heap is out of reach."""
+    x = np.asarray(c.allocate(100_000))
+    x[:] = 5
+    for fd in ours():
+        os.close(fd)
+    if c.rank == 1:
+        time.sleep(1.0)
+        with pytest.raises(Error):
+            c.all_reduce(x)
+        return
+    with pytest.raises(Error):
+        c.all_reduce(x, timeout=0.3)
+    assert set(x.tolist()) == {5.0}
+    x[:] = 6
+    time.sleep(1.0)
+    assert set(x.tolist()) == {6.0}
 
 
 def run_another_program(c):

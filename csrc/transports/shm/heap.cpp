@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdlib>
+#include <cstring>
 #include <set>
 #include <system_error>
 
@@ -162,23 +164,33 @@ bool SharedHeap::is_open() const {
 }
 
 bool SharedHeap::make_private(Range range) {
-  if (!is_open()) {
-    errno = EBADF;
-    return false;
-  }
-  // Maps the same pages, each until it is written to: no write of another thread is lost in
-  // between.
+  constexpr int kAccess = PROT_READ | PROT_WRITE;
+  constexpr int kFlags = MAP_PRIVATE | MAP_NORESERVE;
   uint8_t* const begin = base_ + range.begin;
-  const size_t bytes = range.end - range.begin;
-  const auto from = static_cast<off_t>(file_.offset + range.begin);
-  void* const mapping =
-      ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_NORESERVE, file_.fd, from);
-  if (!put(mapping, bytes, begin)) return false;
-  for (size_t done = 0; done < bytes; done += kCopy) {
-    const size_t size = std::min(kCopy, bytes - done);
-    copy_pages(begin + done, begin + done + size, page_);
-    ::fallocate(file_.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
-                from + static_cast<off_t>(done), static_cast<off_t>(size));
+  uint8_t* const end = base_ + range.end;
+  if (is_open()) {
+    // Maps the same pages, each until it is written to: no write of another thread is lost in
+    // between.
+    const auto from = static_cast<off_t>(file_.offset + range.begin);
+    const auto bytes = static_cast<size_t>(end - begin);
+    if (!put(::mmap(nullptr, bytes, kAccess, kFlags, file_.fd, from), bytes, begin)) return false;
+    for (size_t done = 0; done < bytes; done += kCopy) {
+      const size_t size = std::min(kCopy, bytes - done);
+      copy_pages(begin + done, begin + done + size, page_);
+      ::fallocate(file_.fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE,
+                  from + static_cast<off_t>(done), static_cast<off_t>(size));
+    }
+    return true;
+  }
+  // Our descriptor has been closed by other code. Bytes that other threads write to a piece while
+  // it is copied are lost, so pieces are small.
+  constexpr size_t kPiece = size_t{256} << 10;
+  for (uint8_t* at = begin; at < end; at += kPiece) {
+    const size_t size = std::min(kPiece, static_cast<size_t>(end - at));
+    void* copy = ::mmap(nullptr, size, kAccess, kFlags | MAP_ANONYMOUS, -1, 0);
+    if (copy == MAP_FAILED) return false;
+    std::memcpy(copy, at, size);
+    if (!put(copy, size, at)) return false;
   }
   return true;
 }

@@ -11,7 +11,7 @@ import pytest
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.harness import COLUMNS, Origin, Row
 from pycomm.bench.common.report import Column, Report
-from pycomm.bench.common.timing import in_turns
+from pycomm.bench.common.timing import in_turns, quantile
 
 RESULTS = Path(harness.__file__).parents[1] / "results"
 ROW = Row("time", "all_reduce", "pycomm", ranks=2, size=8, count=2, type="float32", time_p50=2.0)
@@ -122,3 +122,8 @@ def test_nonsense_is_no_size(text):
 def test_a_factor_that_never_ends_is_refused():
     with pytest.raises(ValueError, match="larger than 1"):
         next(harness.sizes(8, 64, 1))
+
+
+def test_quantiles_are_samples():
+    samples = [5.0, 1.0, 3.0, 2.0, 4.0]
+    assert [quantile(samples, q) for q in (0.0, 0.5, 0.99)] == [1.0, 3.0, 5.0]

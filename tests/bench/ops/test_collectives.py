@@ -330,6 +330,7 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["all_reduce", "-b", "8K", "-e", "8"], "smaller than"),
         (["all_reduce", "-f", "1"], "larger than 1"),
         (["all_reduce", "-p", "0"], "want at least 1"),
+        (["all_reduce", "--backend", "nccl"], "--backend nccl is not for --device cpu"),
         (["all_reduce", "--backend", "glo"], "did you mean gloo? Use one of pycomm, pycomm-shared"),
         (["all_reduce", "--backend", "gloo,gloo"], "names something twice"),
         (["all_reduce", "--codec", "INT4"], 'did you mean "int4"? The codecs are bf16, cast,'),

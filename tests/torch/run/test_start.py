@@ -326,7 +326,7 @@ def test_device_mesh(rank, size, store):
 
 @pytest.mark.parametrize("name", ["mpi", "fake", "undefined", "pycomm", "cpu:gloo", ""])
 def test_names_that_cannot_be_answered_for(name):
-    with pytest.raises(ValueError, match="cannot answer for"):
+    with pytest.raises(ValueError, match=r"cannot answer for|is not the name of a backend"):
         takeover.install(["gloo", name])
     assert takeover.names() == ()
 

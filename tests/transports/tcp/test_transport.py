@@ -274,7 +274,7 @@ def test_congestion_control_that_the_kernel_refuses(name):
 
 
 # -------------------------------------------------------------------------------- few descriptors
-# A rank accepts again when a descriptor is free; one that must connect, and has none, says so.
+# A rank without a free descriptor waits for one when a connection was cut, but not for ever.
 
 
 def cut_connections(names):
@@ -320,26 +320,31 @@ def starving(c, starved, back):
     return True
 
 
-ACCEPTS, CONNECTS = 0, 1  # of two ranks the higher connects
+# The higher of two ranks connects, the lower accepts.
+ROLES = pytest.mark.parametrize("starved", [1, 0], ids=["connects", "accepts"])
 
 
-def test_a_cut_heals_when_a_descriptor_is_free_again():
-    job = partial(starving, starved=ACCEPTS, back=1.0)
+@ROLES
+def test_a_cut_heals_when_a_descriptor_is_free_again(starved):
+    job = partial(starving, starved=starved, back=1.0)
     assert run_processes(2, job, prepare=take_few, transport="tcp") == [True, True]
 
 
-def errors_of(c):
+def errors_of(c, starved):
     try:
-        return starving(c, CONNECTS, 30.0)
+        return starving(c, starved, 30.0)
     except Error as error:
         return str(error)
 
 
-def test_a_rank_without_descriptors_says_so():
-    other, own = run_processes(2, errors_of, prepare=take_few, transport="tcp", timeout=40.0)
-    assert "rank 1 can make no connection: Too many open files" in own
+@ROLES
+def test_a_rank_without_descriptors_says_so(starved):
+    job = partial(errors_of, starved=starved)
+    texts = run_processes(2, job, prepare=take_few, transport="tcp", timeout=40.0)
+    own, other = texts[starved], texts[1 - starved]
+    assert f"rank {starved} can make no connection: Too many open files" in own
     assert "no descriptor left of the 16 that RLIMIT_NOFILE allows it" in own
-    assert "rank 1 " in other  # whom no connection can tell the reason
+    assert f"rank {starved} " in other  # whom no connection can tell the reason
 
 
 # ---------------------------------------------------------------------------------------- addresses

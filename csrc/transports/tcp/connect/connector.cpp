@@ -39,6 +39,8 @@ constexpr auto kRefusedPause = Milliseconds(100);
 // No more sockets than this are connected early, since most ranks of a large group never talk to
 // each other.
 constexpr size_t kEarlySockets = 128;
+// The time for which a rank that must connect may have no free descriptor.
+constexpr auto kStarvedFor = std::chrono::seconds(10);
 // The time limit for a connection's greeting, which is a few small messages. Late peers are not
 // hurt: they try again.
 constexpr auto kGreetingLimit = std::chrono::seconds(10);
@@ -459,9 +461,11 @@ void Connector::serve(Outgoing& out) {
     const Address* from = bound ? &directory_.own.interfaces[pair].address : nullptr;
     out.fd = connect_to(peer.addresses[pair], from, error);
     out.wake = Clock::now() + connect_limit();
-    if (lacks_descriptor(error) && !out.returns && out.hello.lane != kCallBack) {
-      throw Error("tcp: rank " + std::to_string(rank_) +
-                  " can make no connection: " + no_descriptor_text(error));
+    if (lacks_descriptor(error) && !out.returns) {
+      const bool may_wait = control_ != nullptr || out.hello.lane != kControl;
+      starve(out.starved_since, error, may_wait);
+    } else {
+      out.starved_since = {};
     }
     if (error != 0) retry(out, error);
     return;
@@ -543,6 +547,16 @@ void Connector::retry(Outgoing& out, int error) {
   out.pause = std::min(out.pause * 2, kLastRetry);
 }
 
+// Other files get closed in time; if none is, the process has a leak, and nothing else would end
+// the wait before its deadline.
+void Connector::starve(Clock::time_point& since, int error, bool may_wait) const {
+  const auto now = Clock::now();
+  if (since == Clock::time_point()) since = now;
+  if (may_wait && now - since < kStarvedFor) return;
+  throw Error("tcp: rank " + std::to_string(rank_) +
+              " can make no connection: " + no_descriptor_text(error));
+}
+
 // The peer's listener is gone, and so is its process.
 void Connector::give_up(Outgoing& out, const std::string& how) {
   out.link->connection_error = how + "; it died or gave up, or a firewall stands between";
@@ -563,10 +577,31 @@ void Connector::accept_all(const Fd& listener) {
                             directory_.encrypts)),
          Clock::now() + kGreetingLimit});
   }
-  if (!lacks_descriptor(errno)) return;
-  last_error_ = no_descriptor_text(errno);
-  pending_connections_.clear();
+  const int error = errno;
+  if (!lacks_descriptor(error)) {
+    starved_since_ = {};
+    return;
+  }
+  if (!pending_connections_.empty()) {  // drop these rather than fail
+    pending_connections_.clear();
+  } else if (control_ == nullptr || (expects() && has_caller(listener.get()))) {
+    starve(starved_since_, error, control_ != nullptr);
+  }
   accept_backoff_until_ = Clock::now() + kAcceptBackoff;
+}
+
+// True if peers must connect to us: otherwise a connection that we cannot accept does no harm.
+bool Connector::expects() const {
+  return std::any_of(links_.begin(), links_.end(), [](const auto& link) {
+    const auto broken = [](const SocketState& state) { return state.broken; };
+    return link->control_state.broken ||
+           std::any_of(link->lane_states.begin(), link->lane_states.end(),
+                       [&](const LaneState& lane_state) {
+                         return (lane_state.wanted && !lane_state.complete()) ||
+                                std::any_of(lane_state.socket_states.begin(),
+                                            lane_state.socket_states.end(), broken);
+                       });
+  });
 }
 
 void Connector::serve(PendingConnection& pending) {

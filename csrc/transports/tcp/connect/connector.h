@@ -129,6 +129,7 @@ class Connector {
     Clock::time_point wake = Clock::now();  // time of the next attempt, or of the end of this one
     Milliseconds pause{20};                 // before the next attempt
     Clock::time_point refused_since{};  // when attempts began to be refused; zero: the last was not
+    Clock::time_point starved_since{};  // when descriptors ran out; zero: there was one
     size_t attempt = 0;                 // picks the pair of our and the peer's interface
     bool returns = false;  // to the socket's own path: it replaces a connection by another one
     bool ready = false;
@@ -163,6 +164,8 @@ class Connector {
   void serve(Outgoing& out);
   void connect_early(Link& link, Milliseconds round_trip);
   void retry(Outgoing& out, int error);
+  void starve(Clock::time_point& since, int error, bool may_wait) const;
+  bool expects() const;
   void give_up(Outgoing& out, const std::string& how);
   bool is_outdated(const Outgoing& out) const;
   std::chrono::milliseconds connect_limit() const;
@@ -191,6 +194,7 @@ class Connector {
   std::list<Outgoing> outgoing_;
   std::list<PendingConnection> pending_connections_;
   Clock::time_point accept_backoff_until_{};  // no descriptor was left for another connection
+  Clock::time_point starved_since_{};  // when descriptors for peers ran out; zero: there was one
   std::exception_ptr broken_;
   std::string congestion_control_;
   std::string last_error_, last_refused_;

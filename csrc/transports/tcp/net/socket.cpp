@@ -189,6 +189,11 @@ Fd accept_from(int listener) {
   return fd;
 }
 
+bool has_caller(int listener) {
+  pollfd state = {listener, POLLIN, 0};
+  return ::poll(&state, 1, 0) > 0;
+}
+
 Fd connect_to(const Address& to, const Address* from, int& error) {
   Fd fd = make_socket(to.family());
   error = fd ? 0 : errno;

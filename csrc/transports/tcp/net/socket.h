@@ -67,6 +67,8 @@ std::string no_descriptor_text(int error);
 Fd listen_on(const Address& address, const PortRange& ports = {});
 /// Returns the next waiting connection, ready for use; empty if there is none.
 Fd accept_from(int listener);
+/// True if a connection waits to be accepted.
+bool has_caller(int listener);
 /// Begins a connection. It is made (or has failed, see pending_error) when the socket becomes
 /// writable. `from` is the local address to leave by, or null for the route's. `error` gets an
 /// immediate error, else 0. Empty if there can be no socket.
