@@ -25,6 +25,7 @@ import tensorflow as tf
 from sklearn.datasets import load_digits
 
 from pycomm import Communicator
+from pycomm.communicator import Piece
 
 
 def join() -> Communicator:
@@ -45,25 +46,28 @@ class Averager:
     """
 
     def __init__(self, group: Communicator, codec: str, variables: list[tf.Variable]) -> None:
-        self.group, self.codec, self.step = group, codec, 0
+        self.group, self.step = group, 0
         self.coded = [len(v.shape) > 1 and codec != "none" for v in variables]
-        self.residuals = [
-            np.zeros(v.shape, np.float32)
-            for v, coded in zip(variables, self.coded, strict=True)
+        sizes = [v.shape.num_elements() for v in variables]
+        self.pieces = [
+            Piece(size, codec, residual=np.zeros(size, np.float32))
+            for size, coded in zip(sizes, self.coded, strict=True)
             if coded
         ]
 
     def __call__(self, gradients: list[tf.Tensor]) -> list[tf.Tensor]:
         self.step += 1
-        arrays = [g.numpy() for g in gradients]  # copies, which may be changed
-        if any(self.coded):
-            matrices = [a for a, coded in zip(arrays, self.coded, strict=True) if coded]
-            self.group.all_reduce_coded(
-                matrices, self.codec, residual=self.residuals, step=self.step
-            )
-        self.group.all_reduce(
-            [a for a, coded in zip(arrays, self.coded, strict=True) if not coded], "avg"
-        )
+        arrays = [g.numpy() for g in gradients]
+        for coded in sorted({*self.coded}):
+            places = [i for i, one in enumerate(self.coded) if one is coded]
+            flat = np.concatenate([arrays[i].ravel() for i in places])
+            if coded:
+                self.group.all_reduce_coded(flat, self.pieces, step=self.step)
+            else:
+                self.group.all_reduce(flat, "avg")
+            ends = np.cumsum([arrays[i].size for i in places])
+            for i, values in zip(places, np.split(flat, ends[:-1]), strict=True):
+                arrays[i] = values.reshape(arrays[i].shape)
         return [tf.convert_to_tensor(a) for a in arrays]
 
 
