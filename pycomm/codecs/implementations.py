@@ -181,7 +181,13 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
     if kind == "triton":
         if device == "cpu" and not env().triton_interpret:
             raise Unavailable("triton on cpu runs in its interpreter only: set TRITON_INTERPRET=1")
-        kernels: Any = import_module(f"pycomm.triton_kernels.{name}")
+        module = f"pycomm.triton_kernels.{name}"
+        try:
+            kernels: Any = import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            raise Unavailable(f"{name} has no kernels in Triton") from None
         return kernels  # type: ignore[no-any-return]
     if kind == "nvrtc":
         if device == "cpu":

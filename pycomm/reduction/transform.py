@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from pycomm.codecs import Codec
 from pycomm.policy import Policy
+
+if TYPE_CHECKING:
+    from pycomm.reduction.bucket import Bucket
 
 Future = torch.futures.Future[torch.Tensor]
 
@@ -42,7 +45,7 @@ class Transform(Protocol):
     def exchange(
         self,
         tensor: torch.Tensor,
-        bucket: Any,
+        bucket: Bucket,
         group: dist.ProcessGroup,
         finish: Callable[[torch.Tensor], object] | None = None,
         **options: Any,

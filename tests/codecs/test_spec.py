@@ -252,6 +252,8 @@ def test_codec_without_kernels_uses_the_next_implementation(monkeypatch):
         implementation("imaginary", "native", "cuda")
     with pytest.raises(Unavailable, match="imaginary has no CUDA kernels"):
         implementation("imaginary", "nvrtc", "cuda")
+    with pytest.raises(Unavailable, match="topk has no kernels in Triton"):
+        implementation("topk", "triton", "cuda")
     assert type(select("imaginary", "cuda")).__name__ == "Reference"
     assert type(select("imaginary", "cpu")).__name__ == "Reference"
 

@@ -315,7 +315,7 @@ def test_a_timeout_is_told_alike_everywhere(rank, size):
 
 
 # ----------------------------------------------------------------------------------------- health
-# The straggler monitor is on by default: rank 0's standard error names a slow rank.
+# The straggler monitor is on by default: the first rank's standard error names a slow rank.
 
 
 def rank_1_is_named(results: list[list[str]]) -> None:
