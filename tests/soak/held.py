@@ -103,10 +103,10 @@ class Sample:
 
 SETTLED = 0.25
 """The share of the samples in which everything that is made once has been made."""
-GROWTH = {"rss_kib": 6144.0, "shared_kib": 512.0, "heap_kib": 512.0, "private_kib": 1024.0}
+GROWTH = {"rss_kib": 512.0, "shared_kib": 512.0, "heap_kib": 512.0, "private_kib": 1024.0}
 """KiB per 100 events by which memory may grow. What the allocator has given out grows by 30 at
 most, and by 2500 where one group in each event is not given back; what is resident settles slowly:
-in its first hundred cases it grows by up to 4700."""
+in runs of a few minutes it may grow by more than is allowed."""
 ENOUGH = 12
 """Samples from which on a slope says something."""
 
