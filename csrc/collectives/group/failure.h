@@ -2,10 +2,10 @@
 // it again.
 //
 // When a rank dies in the middle of an operation:
-//   1. Transports notice it: on its host that its process has ended (shm/failure_detector.h),
-//      elsewhere that its port refuses connections (tcp/connect/connector.h, control.h). What they
-//      throw is made by lost() and error_of() (core/notice.h), with the rank, its address, and how
-//      it is known.
+//   1. Transports notice it: on its host that its process has ended (FailureDetector), elsewhere
+//      that its port refuses connections (Connector::retry), which makes Control::check() throw.
+//      What they throw is made by lost() and error_of() (core/notice.h), with the rank, its
+//      address, and how it is known.
 //   2. ChannelMesh::check() lets an operation go on that needs nothing of this rank any more.
 //   3. end(), on each rank that gets the error so, asks all ranks what they are doing, stores the
 //      error with that table, and sends it to all (Transport::abort).
