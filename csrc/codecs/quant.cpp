@@ -1,4 +1,4 @@
-// quant on the CPU: plain loops over quant.h, compiled for several x86 levels.
+// quant: plain loops over quant.h, compiled for several x86 levels, and the launches of quant.cu.
 #include "codecs/quant.h"
 
 #include "codecs/base/bits.h"

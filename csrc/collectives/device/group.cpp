@@ -166,6 +166,7 @@ void DeviceGroup::reduce(ReduceCall call, const OpTag& tag, double factor, Strea
   device::start(call, lowered.dtype, blocks_for(call.in.longest()), stream);
 }
 
+// One shot sends more bytes with fewer barriers.
 ReduceAlgo DeviceGroup::choose(size_t bytes) const {
   const bool one_shot = size_ <= 2 || bytes * static_cast<size_t>(size_) <= kOneShotBytes;
   return one_shot ? ReduceAlgo::one_shot : ReduceAlgo::two_shot;
