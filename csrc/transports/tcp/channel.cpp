@@ -234,9 +234,13 @@ bool TcpChannel::take_frame(Socket& socket) {
   header.before = socket.out_crc;
   socket.proving = std::exchange(socket.unproven, 0);
   socket.out_crc = 0;
-  // What was sent first must not lie on one socket alone: all that follows would wait for that.
-  if (!bare && chooses_sockets()) turn_ = static_cast<size_t>(socket.number) + 1;
   const uint8_t* payload = bare ? nullptr : cut_frame(socket, header);
+  // What was sent first must not lie on one socket alone: all that follows would wait for that. But
+  // short messages stay on one: TCP learns from the packets behind it that one of them is lost, and
+  // without any only by its timer.
+  if (header.length >= kSmallestFrame && chooses_sockets()) {
+    turn_ = static_cast<size_t>(socket.number) + 1;
+  }
   seal(header);
   socket.out.push(header, payload);
   return true;
