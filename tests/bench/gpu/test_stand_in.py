@@ -119,8 +119,7 @@ def test_the_contract_is_tested(rows):
 def test_kernels_run_under_the_sanitizer(rows, folder):
     (row,) = (row for row in rows if row["codec"] == "memcheck sign")
     assert row["contract"] == "3 passed"
-    trial, run = (folder / "calls").read_text().splitlines()
-    assert "torch.zeros(1, device='fakegpu')" in trial
+    (run,) = (folder / "calls").read_text().splitlines()
     assert run.startswith("--tool=memcheck --error-exitcode=86 --print-limit=20 ")
     assert "test_alignment_does_not_matter and nvrtc-fakegpu and sign" in run
 
