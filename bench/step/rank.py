@@ -97,24 +97,20 @@ class Stepper:
     ) -> None:
         self._clock, self._compute, self._data = clock, compute, tokens(config, clock)
         bare = Transformer(config).to(clock.device) if method.own_model else net
-        self.model = method.wrap(bare, group, sync=False)
-        given = self.model, config.learning_rate, (0.9, 0.999), group
-        self.optimizer, self.finish = method.optimizer(*given, fused=clock.device.type != "cpu")
+        given = bare, config.learning_rate, (0.9, 0.999), group
+        self.system = method.start(*given, sync=False, fused=clock.device.type != "cpu")
+        self.model = self.system.model
 
     def forward(self) -> torch.Tensor:
         with self._clock.autocast():
             return loss_of(self.model, next(self._data))
-
-    def apply(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def step(self) -> None:
         until = time.perf_counter() + self._compute
         self.forward().backward()
         if self._compute:
             time.sleep(max(0.0, until - time.perf_counter()))
-        self.apply()
+        self.system.apply()
 
     def parts(self) -> dict[str, float]:
         """Return the median seconds of each part, of steps in which one waits for the other."""
@@ -125,7 +121,7 @@ class Stepper:
             times.append(self._clock())
             loss.backward()
             times.append(self._clock())
-            self.apply()
+            self.system.apply()
             times.append(self._clock())
             for part, begin, end in zip(found.values(), times, times[1:], strict=False):
                 part.append(end - begin)
@@ -273,7 +269,7 @@ def time_methods(
             yield {"method": "trace", "spans": [asdict(span) for span in spans]}
         made = {"seconds": seconds, "sent": sent, "memory": clock.memory(), "parts": parts}
         yield {"method": method.label, **made}
-        stepper.finish()
+        stepper.system.finish()
         del stepper
         gc.collect()
     dist.destroy_process_group()

@@ -186,12 +186,11 @@ def test_local_methods_average_by_rounds(tmp_path):
             if not method.local:
                 continue
             model = Transformer(Config(layers=2, width=32))
-            optimizer, finish = method.optimizer(model, 1e-3, (0.9, 0.95))
+            system = method.start(model, 1e-3, (0.9, 0.95))
             for _ in range(method.local["every"] + 1):
                 model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            finish()
+                system.apply()
+            system.finish()
     finally:
         dist.destroy_process_group()
 
