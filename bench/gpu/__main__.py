@@ -11,7 +11,7 @@ The stages come in the order of what they tell a minute, and each ends within it
     optimizer    CodedAdamW beside torch's fused AdamW
     contract     the contract test of every implementation, ranks on one GPU (checks.py)
     sanitize     the kernels under compute-sanitizer
-    trace        the stages of a step in int4, as a picture
+    trace        a profile of a step in int4 (trace-<device>.json, for Perfetto)
 
 Rows go to CSV files at once, so that a crash or a timeout keeps all earlier ones. `contract` and
 `sanitize` go on where an earlier run of the same sources has stopped. At the end stands what has
@@ -176,10 +176,10 @@ def smoke(run: GpuRun) -> None:
 
 def measured(name: str, run: GpuRun) -> None:
     """Run a command of `pycomm.bench`, whose rows go to a file of its own."""
-    file = run.file(name)
-    picture = ("--picture", str(file.with_suffix(".png"))) if name == "step" else ()
-    csv = "--trace" if name == "trace" else "--csv"
-    run.call(name, "pycomm.bench", *WORDS[name], *picture, csv, str(file))
+    suffixes = {"step": {"--picture": ".png"}, "trace": {"--trace": ".json"}}
+    files = {"--csv": ".csv"} | suffixes.get(name, {})
+    words = [f"{option}={run.file(name).with_suffix(end)}" for option, end in files.items()]
+    run.call(name, "pycomm.bench", *WORDS[name], *words)
 
 
 def kernels(run: GpuRun) -> None:

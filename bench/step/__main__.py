@@ -41,7 +41,6 @@ from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab import jobs
 from pycomm.bench.step import rank, stand_in
 from pycomm.bench.step.bound import Pace, wire_seconds
-from pycomm.bench.step.stages import StageTime
 from pycomm.bench.training.methods import METHODS, ONE_BUCKET, Method
 from pycomm.bench.training.results import describe
 from pycomm.bench.training.train import MODELS, Config, parameters
@@ -140,10 +139,6 @@ class Answers:
         if name == "links":
             rate = 8e-9 * answer["rate"]
             print(f"# links: {answer['sent']} bytes at {rate:.3g} Gbit/s a rank", flush=True)
-        elif name == "trace":
-            label = self._steps.methods[-1].label
-            spans = (StageTime(**each) for each in answer["spans"])
-            self._steps.traces += [span.row(label, self._base.rate) for span in spans]
         elif name == "alone":
             self._add(self._alone(answer))
         else:
@@ -219,8 +214,6 @@ class Steps:
         self.name, self.config, self.methods = name, config, methods
         self.options, self.device = options, device
         self.ranks = options.nodes * options.ranks_per_node
-        self.traces: list[dict[str, Any]] = []
-        """The stages of a step of the last method on each link."""
 
     def steps(self, rate: str, add: Callable[[Row], object]) -> None:
         """Time all methods on links of a rate.
@@ -249,7 +242,7 @@ class Steps:
                 lab,
                 rank.time_methods,
                 *(self.config, methods, self.device, options.rounds, options.turn_seconds),
-                *(options.compute, paced / options.ranks_per_node, bool(options.trace)),
+                *(options.compute, paced / options.ranks_per_node, str(options.trace or "")),
                 env={"NCCL_SOCKET_IFNAME": lab.interface} if on_gpu else {},
                 ranks_per_node=options.ranks_per_node,
                 heard=Answers(self, rate, where, bool(reason), add).hear,
@@ -286,7 +279,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     what = "that a timed step computes at least, as a faster or larger model's would"
     add("--compute", type=arguments.seconds, default=0.0, help=what)
     add("--paced", action="store_true", help="no namespaces: pycomm paces its own sockets")
-    what = "write the stages of a step of the last method, as CSV, and beside it as PNG"
+    what = "write a profile of a step of the last method on the last link, for Perfetto; with "
+    what += "--stand-in the stages of each bucket, as CSV, and beside it as PNG"
     add("--trace", metavar="FILE", type=Path, help=what)
     add("--cpu", action="store_true", help="use no GPU")
     add("--stand-in", action="store_true", help="model the steps of a GPU with a virtual clock")
@@ -325,7 +319,7 @@ def main(argv: Sequence[str]) -> int:
         steps.steps(rate, report.add)
     if options.picture:
         draw("bars_of_steps", report.records(), options.picture)
-    if options.trace and steps.traces:
+    if options.trace and isinstance(steps, stand_in.ModelledSteps):
         rows = [record({"model": name} | row, report.origin) for row in steps.traces]
         tables.append(options.trace, rows)
         draw("timeline", rows, options.trace.with_suffix(".png"))
