@@ -139,15 +139,6 @@ def loss_of(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def loss_on(
-    text: torch.Tensor, model: nn.Module, config: Config, count: int, rank: int = 0, ranks: int = 1
-) -> torch.Tensor:
-    """Return the mean loss on a rank's share of `count` windows that are spread over a text."""
-    starts = torch.linspace(0, text.numel() - config.context - 1, count).long()[rank::ranks]
-    parts = [loss_of(model, windows(text, part, config.context)) for part in starts.split(16)]
-    return torch.stack(parts).mean()
-
-
 def evaluate(
     model: nn.Module,
     text: torch.Tensor,
@@ -156,9 +147,12 @@ def evaluate(
     group: dist.ProcessGroup | None = None,
 ) -> float:
     """Return the loss on `count` windows spread over the text; each rank takes its share."""
-    mean = loss_on(text, model, config, count, dist.get_rank(), dist.get_world_size())
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    starts = torch.linspace(0, text.numel() - config.context - 1, count).long()[rank::ranks]
+    parts = [loss_of(model, windows(text, part, config.context)) for part in starts.split(16)]
+    mean = torch.stack(parts).mean()
     dist.all_reduce(mean, group=group)
-    return float(mean) / dist.get_world_size()
+    return float(mean) / ranks
 
 
 # ------------------------------------------------------------------ training
@@ -173,15 +167,6 @@ def wire_bytes(group: dist.ProcessGroup | None = None) -> int:
 
     backend = find(group)
     return backend.wire_bytes if backend else 0
-
-
-def processor_ns() -> tuple[int, int]:
-    """Return for how long this thread has run, and waited for a processor, in ns; 0: not known."""
-    try:
-        ran, waited, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
-    except (OSError, ValueError):
-        return 0, 0
-    return ran, waited
 
 
 def schedule(step: int, config: Config) -> float:
@@ -217,9 +202,8 @@ def train(
 
     seconds: list[float] = []
     sent: list[int] = []
-    ran = waited = 0
     for step in range(1, config.steps + config.extra + 1):
-        start, sent_before, before = time.perf_counter(), wire_bytes(group), processor_ns()
+        start, sent_before = time.perf_counter(), wire_bytes(group)
         loss = loss_of(system.model, next(data))
         system.backward(loss)
         system.apply()
@@ -228,8 +212,6 @@ def train(
             torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - start)
         sent.append(wire_bytes(group) - sent_before)
-        after = processor_ns()
-        ran, waited = ran + after[0] - before[0], waited + after[1] - before[1]
         row = {"step": step, "seconds": sum(seconds), "sent": sum(sent), "loss": loss.item()}
         if step % config.evaluate_every == 0 or step == 1:
             row["held_out"] = evaluate(net, held_out, config, WINDOWS, group)
@@ -243,7 +225,6 @@ def train(
         "step_seconds": statistics.median(seconds[settled:]),
         "wire_bytes": statistics.median(sent[settled:]),
         "held_out": evaluate(net, held_out, config, FINAL_WINDOWS, group),
-        "waited": waited / (ran + waited or 1),
     }
     system.close()
     yield result
