@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pycomm.bench import netlab
 from pycomm.bench.common.harness import Row
-from pycomm.bench.step.__main__ import Steps, parse
+from pycomm.bench.step.__main__ import parse, steps
 from pycomm.bench.training import suite
 from pycomm.bench.training import train as training
 from pycomm.bench.training.methods import METHODS, Method
@@ -210,7 +210,7 @@ def test_half_of_the_gradient_bytes():
         pytest.skip(f"no network namespaces: {error}")
     options = parse(["--rounds", "1", "--turn-seconds", "1"])
     found: list[Row] = []
-    Steps("demo", MODELS["demo"], [GLOO, PYCOMM], options).steps("1gbit", found.append)
+    steps("demo", MODELS["demo"], [GLOO, PYCOMM], options, "cpu", "1gbit", found.append)
     _, gloo, ours = found
     # Two ranks: half of the parameters go out before forward. A reduce-scatter sends half of the
     # gradients, Gloo's all-reduce all of them. Up to a hundredth is headers and what TCP repeats.
