@@ -109,7 +109,8 @@ def counts(output: str, status: int) -> dict[str, int]:
     A status that no failed test explains counts as one: that of a crash, or of a sanitizer that has
     found something.
     """
-    last = output.rstrip().rpartition("\n")[2]
+    # Tools print more behind it.
+    *_, last = ["", *re.findall(r"^\d+ (?:passed|failed|error|skipped).*", output, re.MULTILINE)]
     found = {word: int(n) for n, word in re.findall(r"(\d+) (passed|failed|error|skipped)", last)}
     found["failed"] = found.get("failed", 0) + found.pop("error", 0)
     designed = re.findall(r"^SKIPPED \[(\d+)\] .*: by design: ", output, re.MULTILINE)
