@@ -34,8 +34,6 @@ from pycomm.bench.training.train import Config, parameters, ranks_train
 from pycomm.plan import show
 from pycomm.units import format_rate, parse_rate
 
-BUSY = 0.2
-"""Share of waiting for a processor from which the machine counts as busy."""
 FEWEST = 4
 """Turns that a spread takes."""
 
@@ -84,11 +82,6 @@ def hear(done: list[DemoRun], steps: int, row: dict[str, Any]) -> None:
             print(f"{run.label:<24} {row['step']}/{steps} steps, {what}", flush=True)
 
 
-def waited(done: list[DemoRun]) -> float:
-    """Return for which share of its time on processors rank 0 waited for one."""
-    return statistics.fmean(float(run.result["waited"]) for run in done)
-
-
 def quartiles(run: DemoRun, first: DemoRun) -> tuple[float, float]:
     """Return the first and third quartile of a run's speed-up in the turns after the first."""
     turns = [[b - a for a, b in pairwise(one.seconds[1:])] for one in (first, run)]
@@ -103,8 +96,6 @@ def means_nothing(run: DemoRun, done: list[DemoRun]) -> str:
     """Return why the speed-up of a run means nothing; "" if it means something."""
     if run is done[0]:
         return ""
-    if waited(done) > BUSY:
-        return "the machine was busy with other work; run the demo again when it is idle"
     low, high = quartiles(run, done[0])
     if high == math.inf:
         return f"the run was too short; take at least {10 * (FEWEST + 2)} steps"
@@ -130,7 +121,7 @@ def verdict(done: list[DemoRun]) -> list[str]:
     exact = [run for run in done if not run.codec]
     best, first = done[-1], done[0]
     change = (best.loss / exact[0].loss - 1) * 100
-    lines = [f"Rank 0 waited for a processor for {waited(done):.0%} of the time that it could run."]
+    lines = []
     why = {run.label: means_nothing(run, done) for run in done}
     for reason in dict.fromkeys(filter(None, why.values())):
         names = ", ".join(label for label, given in why.items() if given == reason)

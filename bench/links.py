@@ -34,7 +34,7 @@ from pycomm.bench.common.timing import in_turns
 from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.jobs import Failed, ask
 from pycomm.bench.lab.namespaces import Netlab
-from pycomm.bench.lab.wan import lab_of, seconds, share
+from pycomm.bench.lab.wan import lab_of, round_trip
 from pycomm.bench.ops.operations import OPERATIONS, make_case
 from pycomm.bench.ops.torch_backends import coded_run
 
@@ -159,8 +159,7 @@ def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     lists = (options.rate, options.control, options.round_trip, options.loss)
     links = [[paths, "", "0", "0"] for paths in options.paths]
     for rate, control, trip, loss in links or itertools.product(*lists):
-        ms = f"{1e3 * seconds('round trip', trip):g}"
-        share("loss", loss)
+        ms = f"{1e3 * round_trip(trip):g}"
         far = "" if ms == "0" and loss == "0" else f"@{trip}@{loss}"
         with lab_of(2, rate + far, congestion=control or "reno") as lab:
             place = {"rate": rate, "control": control or lab.congestion, "round_trip_ms": ms}

@@ -12,9 +12,8 @@ contents of its table, not on the time of the file.
 
 from __future__ import annotations
 
-import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from pycomm.bench.common.arguments import Parser, unknown
@@ -26,22 +25,6 @@ ROOT = Path(__file__).parent.parent
 IMAGES = Path("docs/img")
 
 
-def pages(root: Path) -> Iterator[Path]:
-    """Yield all pages that may show a figure."""
-    yield root / "README.md"
-    yield from sorted((root / "docs").rglob("*.md"))
-
-
-def shown(root: Path) -> dict[Path, Path]:
-    """Return each image that a page shows, and the first page that does."""
-    found: dict[Path, Path] = {}
-    for page in pages(root):
-        for link in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", page.read_text()):
-            if "://" not in link:
-                found.setdefault((page.parent / link).resolve(), page)
-    return found
-
-
 def faults(root: Path, figures: Sequence[Figure] = FIGURES) -> list[str]:
     """Return the problems of the committed figures, one sentence each.
 
@@ -50,15 +33,9 @@ def faults(root: Path, figures: Sequence[Figure] = FIGURES) -> list[str]:
         figures: the expected figures.
     """
     images = root / IMAGES
-    made = {(images / f"{figure.name}.png").resolve(): figure for figure in figures}
-    seen = shown(root)
+    made = {images / f"{figure.name}.png": figure for figure in figures}
     wrong = []
-    for path, page in seen.items():
-        if path not in made:
-            wrong.append(f"{page.relative_to(root)} shows {path.name}, which nothing makes")
     for path, figure in made.items():
-        if path not in seen:
-            wrong.append(f"{path.name} is on no page")
         mixed = figure.mixtures(root / "bench/results")
         if mixed:
             wrong += mixed
@@ -66,8 +43,7 @@ def faults(root: Path, figures: Sequence[Figure] = FIGURES) -> list[str]:
             wrong.append(f"{path.name} has not been drawn")
         elif picture_digest(path) != digest(figure.of(root / "bench/results")):
             wrong.append(f"{path.name} shows something else than {figure.table}: draw it again")
-    made_names = {path.name for path in made}
-    strangers = sorted(p.name for p in images.glob("*") if p.name not in made_names)
+    strangers = sorted(path.name for path in images.glob("*") if path not in made)
     return wrong + [f"{name} lies in {IMAGES}, and nothing makes it" for name in strangers]
 
 

@@ -15,35 +15,15 @@ import pytest
 
 import pycomm
 from pycomm import _C, _build
-from tests.compiling import ROOT, compile_cpp
+from tests.compiling import ROOT
 
 PACKAGE = Path(pycomm.__file__).parent
-SCRIPTS = {"library": "csrc/libpycomm.map", "module": "csrc/binding/module.map"}
 # Functions and variables of namespace pycomm; type info, vtables, guards of statics and thunks.
 OWN = {
     "library": re.compile(r"_Z(T[ISVT]|GVZ?|Thn\d+_|Z)?NK?6pycomm"),
     "module": re.compile(r"PyInit_\w+$"),
 }
 SHT_DYNSYM, SYMBOL_BYTES = 11, 24
-MADE_UP = """
-#include <map>
-#include <stdexcept>
-#include <string>
-#define API __attribute__((visibility("default")))
-namespace pycomm {
-struct API Failed : std::runtime_error {
-  using std::runtime_error::runtime_error;
-  ~Failed() override;
-};
-Failed::~Failed() = default;
-API int count(const std::string& word) {
-  static std::map<std::string, int> counts;
-  if (word.empty()) throw Failed("there is no word");
-  return ++counts[word];
-}
-}
-extern "C" API void PyInit_made_up() {}
-"""
 
 
 def exported(binary: Path) -> list[str]:
@@ -82,20 +62,6 @@ def test_modules_export_their_entry_point_alone():
     assert exported(Path(_C.__file__)) == ["PyInit__C"]
     for binary in (Path(torch_module), *PACKAGE.glob(f"_prebuilt/*/{_build.BINARY}")):
         assert exported(binary) == ["PyInit__c10d"]
-
-
-@pytest.mark.parametrize("kind", SCRIPTS)
-def test_without_its_script_a_binary_exports_more(kind, tmp_path):
-    source, flags = tmp_path / "made_up.cpp", ("-std=c++17", "-fPIC", "-fvisibility=hidden")
-    source.write_text(MADE_UP)
-    plain, scripted = tmp_path / "plain.so", tmp_path / "scripted.so"
-    script = f"-Wl,--version-script={ROOT / SCRIPTS[kind]}"
-    compile_cpp(source, plain, *flags, link=["-shared"])
-    compile_cpp(source, scripted, *flags, link=["-shared", script])
-    assert any(re.match("_ZN?K?St", name) for name in foreign(plain, kind))
-    assert foreign(scripted, kind) == []
-    kept = {"library": "_ZTVN6pycomm6FailedE", "module": "PyInit_made_up"}[kind]
-    assert kept in exported(scripted)
 
 
 @pytest.mark.parametrize(

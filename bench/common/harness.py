@@ -50,9 +50,7 @@ def format_size(size: int) -> str:
 
 
 def sizes(first: int, last: int, factor: float) -> Iterator[int]:
-    """Yield first, first * factor, ... up to last; 0 is only allowed alone."""
-    if factor <= 1:
-        raise ValueError(f"the factor between sizes must be larger than 1, not {factor:g}")
+    """Yield first, first * factor, ... up to last; 0 is alone, and the factor is above 1."""
     size = first
     while size <= last:
         yield size

@@ -148,16 +148,6 @@ FIGURES = (
         measured=("begin", "end"),
     ),
     Figure(
-        "losses",
-        "training-cpu.csv",
-        charts.losses,
-        {"kind": ["loss"], "model": ["demo"], "ranks": ["2"], "method": charts.LOSS_METHODS},
-        line=("method", "backend", "codec", "hook"),
-        point=("seed",),
-        # Curves have the same number of windows in all rows, and bits depend on no machine.
-        measured=(*MEASURED, "windows", *CHECKED),
-    ),
-    Figure(
         "kinds",
         "suite-cpu.csv",
         charts.kinds,

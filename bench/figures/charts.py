@@ -12,17 +12,6 @@ from pycomm.bench.figures.drawing import COLOURS, GREY, chart, line, log_scale, 
 from pycomm.units import format_bytes, format_rate, format_time, parse_rate
 
 BASE_METHOD = "Gloo, fp32"
-LOSS_METHODS = (
-    "pycomm, exact",
-    "pycomm, int8",
-    "pycomm, int4",
-    "pycomm, EDEN 2 bits of 128",
-    "pycomm, EDEN 1 bit",
-    "pycomm, PowerSGD rank 4",
-    "pycomm, top-k 1 %",
-    "pycomm, sign",
-    "Gloo, PowerSGD rank 4",
-)
 KIND_METHODS = (
     "exact",
     "int8",
@@ -153,29 +142,6 @@ def timeline(rows: Sequence[Row]) -> Any:
 
 
 @chart
-def losses(rows: Sequence[Row]) -> Any:
-    """Plot the loss against steps, as the mean over the seeds, by method."""
-    first = rows[0]
-    figure, (axes,) = panels(
-        "Loss against steps",
-        f"Held-out loss of the demo's model ({_millions(first)} million parameters, "
-        f"{first['ranks']} ranks, AdamW), mean of the seeds",
-    )
-    lows, highs = [], []
-    for method in LOSS_METHODS:
-        curves = [tables.parse_curve(r["curve"]) for r in rows if r["method"] == method]
-        if curves:
-            places = [place for place in curves[0] if place <= float(first["steps"])]
-            means = [statistics.fmean(curve[place] for curve in curves) for place in places]
-            name = method.removeprefix("pycomm, ")
-            line(axes, name, zip(places, means, strict=True), base=method == LOSS_METHODS[0])
-            lows.append(means[-1] - 0.08)
-            highs.append(means[1] + 0.05)
-    axes.set(xlabel="step", ylabel=LOSS, ylim=(min(lows), max(highs)))
-    return figure
-
-
-@chart
 def kinds(rows: Sequence[Row]) -> Any:
     """Plot what each method changes on each task, beside the spread of the exact runs."""
     from pycomm.bench.training.tasks import TASKS  # torch, which no other chart needs
@@ -222,13 +188,9 @@ def _ms(seconds: str) -> float:
     return 1e3 * float(seconds) if seconds not in ("", "None") else 0.0
 
 
-def _millions(row: Row) -> str:
-    return f"{int(row['parameters']) / 1e6:.1f}"
-
-
 def _transformer(row: Row, what: str = "Transformer") -> str:
     ranks = row.get("ranks", "2")  # the demo's
-    return f"{what} of {_millions(row)} million parameters, DDP on {ranks} ranks"
+    return f"{what} of {int(row['parameters']) / 1e6:.1f} million parameters, DDP on {ranks} ranks"
 
 
 def _link(rate: str) -> str:

@@ -11,7 +11,7 @@ The stages come in the order of what they tell a minute, and each ends within it
     optimizer    CodedAdamW beside torch's fused AdamW
     contract     the contract test of every implementation, ranks on one GPU (checks.py)
     sanitize     the kernels under compute-sanitizer
-    trace        the stages of a step in int4, as a picture
+    trace        a profile of a step in int4 (trace-<device>.json, for Perfetto)
 
 Rows go to CSV files at once, so that a crash or a timeout keeps all earlier ones. `contract` and
 `sanitize` go on where an earlier run of the same sources has stopped. At the end stands what has
@@ -25,7 +25,6 @@ import hashlib
 import json
 import math
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -40,7 +39,7 @@ from pycomm import triton_kernels
 from pycomm.bench.common import accelerator, arguments, tables
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.gpu import checks
-from pycomm.bench.gpu.tasks import BROKEN, KINDS, SPECS, TIMED, GpuRow, table
+from pycomm.bench.gpu.tasks import KINDS, SPECS, TIMED, GpuRow, table
 from pycomm.codecs.cuda.sources import include_folder
 from pycomm.doctor import gpu as doctor
 
@@ -111,14 +110,15 @@ class GpuRun:
         """Run a suite and add its row, unless it has passed."""
         if self.checked(suite.name):
             return
-        in_time = time.monotonic() < self.deadline
-        counts = checks.run(suite, self.deadline) if in_time else None
+        left = self.deadline - time.monotonic()
+        counts = checks.run(suite, left) if left > 0 else None
         if counts is None:
             self.unfinished = True
             return
-        self.tell(suite.name, str(counts))
-        if counts.failed or counts.skipped:
-            self.problems.append(f"{suite.name}: {counts}")
+        said = checks.spelled(counts)
+        self.tell(suite.name, said)
+        if counts.keys() - {"passed"}:
+            self.problems.append(f"{suite.name}: {said}")
 
     def tell(self, name: str, said: str) -> None:
         """Add the row of a check."""
@@ -126,19 +126,13 @@ class GpuRun:
 
     def call(self, name: str, *command: str, seconds: float = math.inf) -> None:
         """Run a module to its end, for so many seconds at most, and not longer than the stage."""
-        process = subprocess.Popen([sys.executable, "-m", *command], start_new_session=True)
-        try:
-            left = min(seconds, self.deadline - time.monotonic())
-            status = process.wait(max(left, 0.001))
-        except subprocess.TimeoutExpired:
-            checks.end(process)
+        left = min(seconds, self.deadline - time.monotonic())
+        status = checks.status_of([sys.executable, "-m", *command], left)
+        if status is None:
             self.unfinished = True
             self.problems.append(f"{name}: out of time, its later rows are missing")
-            return
-        if status:
-            how = {BROKEN: "a call broke the GPU's context"}
-            what = how.get(status, f"its process ended with status {status}")
-            self.problems.append(f"{name}: {what}, see above")
+        elif status:
+            self.problems.append(f"{name}: its process ended with status {status}, see above")
 
     def time(self, kind: str, numels: list[int]) -> None:
         """Time a kind in another process; a crash, or too long a time, loses its later rows."""
@@ -180,13 +174,12 @@ def smoke(run: GpuRun) -> None:
     run.tell("smoke", found[-1].text)
 
 
-def measured(name: str, run: GpuRun, *more: str) -> None:
+def measured(name: str, run: GpuRun) -> None:
     """Run a command of `pycomm.bench`, whose rows go to a file of its own."""
-    run.call(name, "pycomm.bench", *WORDS[name], *more, "--csv", str(run.file(name)))
-
-
-def step(run: GpuRun) -> None:
-    measured("step", run, "--picture", str(run.file("step").with_suffix(".png")))
+    suffixes = {"step": {"--picture": ".png"}, "trace": {"--trace": ".json"}}
+    files = {"--csv": ".csv"} | suffixes.get(name, {})
+    words = [f"{option}={run.file(name).with_suffix(end)}" for option, end in files.items()]
+    run.call(name, "pycomm.bench", *WORDS[name], *words)
 
 
 def kernels(run: GpuRun) -> None:
@@ -204,10 +197,10 @@ def contract(run: GpuRun) -> None:
 
 
 def sanitize(run: GpuRun) -> None:
-    tool, reason = checks.sanitizer()
+    tool = checks.sanitizer()
     kinds = [kind for kind in run.options.kinds if kind in ("native", "nvrtc")]
-    if reason or not kinds:
-        why = reason or "--kinds has neither native nor nvrtc"
+    if not tool or not kinds:
+        why = "--kinds has neither native nor nvrtc" if tool else "no compute-sanitizer on the PATH"
         print(f"memcheck and racecheck are left out: {why}")
         return
     for part in checks.PARTS:
@@ -215,21 +208,16 @@ def sanitize(run: GpuRun) -> None:
             run.check(suite)
 
 
-def trace(run: GpuRun) -> None:
-    file = str(run.file("trace"))
-    run.call("trace", "pycomm.bench", *WORDS["trace"], "--rounds", "1", "--trace", file)
-
-
 Stage = Callable[[GpuRun], None]
 STAGES: dict[str, tuple[float, Stage]] = {
     "smoke": (1, smoke),
-    "step": (3, step),
+    "step": (3, partial(measured, "step")),
     "kernels": (3, kernels),
     "collectives": (1, partial(measured, "collectives")),
     "optimizer": (1, partial(measured, "optimizer")),
     "contract": (4, contract),
     "sanitize": (4, sanitize),
-    "trace": (1, trace),
+    "trace": (1, partial(measured, "trace")),
 }
 """By name the minutes of each, and what it does."""
 WORDS = {
@@ -239,7 +227,9 @@ WORDS = {
         *("--codec", "none,int8,int4"),
     ),
     "optimizer": ("training", "--only", "optimizer", "--models", "25m,124m"),
-    "trace": ("step", "--methods", "int4", "--backend", "pycomm", "--rate", "10gbit"),
+    "trace": (
+        *("step", "--methods", "int4", "--backend", "pycomm", "--rate", "10gbit", "--rounds", "1"),
+    ),
 }
 """The commands of `pycomm.bench` that stages run, but for their files."""
 

@@ -4,7 +4,7 @@
 
 JOB is JSON, the arguments of `main`. Rows go to the CSV one by one, so that a crash or a timeout
 keeps all earlier ones, and errors of single calls to standard error. After an error that makes the
-GPU's context unusable the process exits with `BROKEN`.
+GPU's context unusable no later call is made.
 
 Calls on several sets of buffers, larger in total than the L2 cache, are captured in one CUDA graph,
 so that the launch overhead of Python is excluded. Events time each replay, and the result is the
@@ -19,9 +19,9 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,6 @@ SPECS = (
     "eden:bits=1",
     "lossless",
 )
-BROKEN = 3  # exit status: no later call can run in this process
 
 
 @dataclass(frozen=True)
@@ -89,18 +88,6 @@ def table(folder: Path, machine: dict[str, Any], name: str = "gpu") -> Path:
     return folder / f"{name}-{slug}.csv"
 
 
-Timed = Callable[[], GpuRow]
-
-
-def calls_of(
-    kind: str, numels: Sequence[int], specs: Sequence[str] = SPECS
-) -> Iterator[tuple[str, Timed]]:
-    """Yield the name of each call of a kind, and what times it."""
-    for numel, spec, op in itertools.product(numels, specs, OPS):
-        if kind != "triton" or not spec.startswith(("lossless", "topk")):  # it has no such kernels
-            yield f"{spec} {op} of {numel}", partial(time_kernel, kind, numel, spec, op)
-
-
 def time_kernel(kind: str, numel: int, spec: str, op: str) -> GpuRow:
     """Time one call of a codec.
 
@@ -111,16 +98,10 @@ def time_kernel(kind: str, numel: int, spec: str, op: str) -> GpuRow:
     run = implementation(codec.name, kind, accelerator.kind())
     moved = bytes_moved(codec, op, numel)
     sets = sets_needed(moved, l2_bytes())
-    timed = measure([call_of(run, codec, op, numel) for _ in range(sets)])
-    return _row(kind, codec.spec(), op, numel, moved, *timed)
-
-
-def _row(
-    kind: str, codec: str, op: str, numel: int, moved: int, seconds: float, method: str
-) -> GpuRow:
+    seconds, method = measure([call_of(run, codec, op, numel) for _ in range(sets)])
     gbps, copy = 1e-9 * moved / seconds, time_copy(numel)
     times = (round(1e6 * seconds, 3), round(gbps, 1), round(copy, 1), round(gbps / copy, 3))
-    return GpuRow(kind, "", codec, op, numel, moved, *times, method)
+    return GpuRow(kind, "", codec.spec(), op, numel, moved, *times, method)
 
 
 def is_broken() -> bool:
@@ -151,13 +132,15 @@ def main(
         machine: columns that are equal in all rows.
     """
     told: set[str] = set()
-    for name, call in calls_of(kind, numels, specs):
+    for numel, spec, op in itertools.product(numels, specs, OPS):
+        if kind == "triton" and spec.startswith(("lossless", "topk")):
+            continue  # it has no such kernels
         try:
-            row = call()
+            row = time_kernel(kind, numel, spec, op)
         except (ImportError, Unavailable) as error:
-            problem = f"{kind} has no {name.partition(' ')[0]}: {error}"
+            problem = f"{kind} has no {spec}: {error}"
         except Exception as error:  # compilers and CUDA raise their own types
-            problem = f"{kind} {name}: {error}"
+            problem = f"{kind} {spec} {op} of {numel}: {error}"
         else:
             tables.append(
                 table(Path(folder), machine), [asdict(row) | {"contract": contract} | machine]
@@ -168,7 +151,8 @@ def main(
             told.add(problem)
             print(f"problem: {problem}", file=sys.stderr, flush=True)
         if is_broken():
-            return BROKEN
+            print(f"problem: {kind}: this call broke the GPU's context", file=sys.stderr)
+            break
     return 1 if told else 0
 
 

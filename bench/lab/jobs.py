@@ -130,6 +130,10 @@ def main(job: str, log: str) -> None:
     with open(log if first else os.devnull, "a") as file:
         for found in function(*values):
             print(json.dumps(found), file=file, flush=True)
+    sys.stdout.flush()
+    # Some systems leave threads that would keep this process, and one of Gloo's that releases a
+    # tensor at the interpreter's exit aborts it (pytorch#190489).
+    os._exit(0)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ what they mean in namespaces.py.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import re
@@ -15,6 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ from pycomm import units
 from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.namespaces import Netlab
 from pycomm.bench.lab.rates import Rate
-from pycomm.env import cache_home
-from pycomm.folders import distrust, private
 
 SOURCE = Path(__file__).with_name("link.cpp")
 _LONGEST = 60.0  # seconds: a longer way is a mistake
@@ -39,63 +37,39 @@ class Shape:
     """share of packets, each by itself"""
 
 
-def seconds(name: str, text: str) -> float:
+def round_trip(text: str) -> float:
     """Parse "30ms".
 
     Raises:
         ValueError: it is no such time, or one that no link has.
     """
     if not re.fullmatch(r"0|[\d.]+(us|ms|s)", text):
-        raise ValueError(f"cannot read the {name} {text!r}: want a time with a unit, such as 30ms")
+        raise ValueError(f"cannot read the round trip {text!r}: want a time with a unit, as 30ms")
     time = units.parse_time(text)
     if time > _LONGEST:
-        raise ValueError(f"the {name} {text} is impossible: want 0 to {_LONGEST:.0f}s")
+        raise ValueError(f"the round trip {text} is impossible: want 0 to {_LONGEST:.0f}s")
     return time
 
 
-def share(name: str, text: str) -> float:
-    """Parse "0.1%" or "0.001".
+@cache
+def program() -> tuple[Path, object]:
+    """Compile the link program; return it, and its folder, which ends with this process.
+
+    It may run as root, so that it is in a new folder that nobody else can write.
 
     Raises:
-        ValueError: it is no number, or outside of 0 to 100 %.
+        LabUnavailable: there is no compiler, or it failed.
     """
-    try:
-        return units.parse_share(text)
-    except ValueError:
-        raise ValueError(f"the {name} {text} is no share: want 0% to 100%, such as 0.1%") from None
-
-
-def program() -> Path:
-    """Return the link program; compiles it at the first use.
-
-    It may run as root, so it must be nobody else's: a folder that others can write is refused.
-
-    Raises:
-        LabUnavailable: there is no compiler, it failed, or the folder is not ours alone.
-    """
-    name = "pycomm-wan-link-" + hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
-    cache = cache_home() / "pycomm"
-    made = cache / name
-    try:
-        private(cache)
-        reason = distrust(made) if os.path.lexists(made) else ""
-    except OSError as error:
-        reason = str(error)
-    if reason:
-        raise LabUnavailable(f"the link program: {reason}; set XDG_CACHE_HOME to a folder of yours")
-    if made.exists():
-        return made
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if not compiler:
         raise LabUnavailable("no C++ compiler for the link with delay (apt-get install g++)")
-    with tempfile.TemporaryDirectory(dir=cache) as folder:
-        fresh = Path(folder) / name
-        command = [*compiler.split(), "-std=c++17", "-O2", "-o", str(fresh), str(SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise LabUnavailable(f"{compiler} failed: {done.stderr.strip()}")
-        fresh.replace(made)  # whole or not at all: others may compile it now, too
-    return made
+    folder = tempfile.TemporaryDirectory(prefix="pycomm-link-")
+    made = Path(folder.name, "link")
+    command = [*compiler.split(), "-std=c++17", "-O2", "-o", str(made), str(SOURCE)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0:
+        raise LabUnavailable(f"{compiler} failed: {done.stderr.strip()}")
+    return made, folder
 
 
 class WanLab(Netlab):
@@ -130,7 +104,7 @@ class WanLab(Netlab):
     def _build_link(self, link: int, pids: Sequence[int]) -> None:
         enter = ["nsenter", *self._user] if self._user else []
         self._link = subprocess.Popen(
-            [*enter, str(program())],
+            [*enter, str(program()[0])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -201,6 +175,6 @@ def lab_of(nodes: int, rate: str, **options: Any) -> Netlab:
     rate, *far = rate.split("@")
     if not far:
         return Netlab(nodes, rate, **options)
-    loss = share("loss", far[1]) if len(far) > 1 else 0.0
-    shape = Shape(delay=seconds("round trip", far[0]) / 2, loss=loss)
+    loss = units.parse_share(far[1]) if len(far) > 1 else 0.0
+    shape = Shape(delay=round_trip(far[0]) / 2, loss=loss)
     return WanLab(nodes, rate, shape=shape, **options)

@@ -8,7 +8,6 @@ the group has allocated, so that peers access it in place.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Sequence
 from functools import partial
 
@@ -85,8 +84,6 @@ ON_DEVICE = ("pycomm-torch", "pycomm-host", "nccl", "pycomm-nccl")
 
 def usual() -> list[str]:
     """Return those of `--device cuda` that this torch has."""
-    if importlib.util.find_spec("torch") is None:
-        return [*ON_DEVICE]
     import torch.distributed as dist
 
     return [name for name in ON_DEVICE if "nccl" not in name or dist.is_nccl_available()]
@@ -106,17 +103,3 @@ def connect(
 
             backends.append(make(name, store, rank, ranks, cuda=cuda))
     return backends
-
-
-def missing(names: Sequence[str], *, cuda: bool = False) -> str:
-    """Return why a backend cannot be used on this machine, and a remedy; empty if all can."""
-    with_torch = [name for name in names if cuda or name == "gloo" or "-torch" in name]
-    if with_torch and importlib.util.find_spec("torch") is None:
-        return f"--backend {with_torch[0]} needs torch, which is not installed here"
-    if cuda:
-        from pycomm.bench.common import accelerator
-
-        if not accelerator.kind():
-            needs = "an NVIDIA GPU, its driver, and a torch that was built for CUDA"
-            return f"--device cuda needs {needs}"
-    return ""

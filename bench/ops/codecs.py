@@ -19,6 +19,7 @@ from pycomm.bench.common import arguments
 from pycomm.bench.common.harness import Row, format_size
 from pycomm.bench.common.report import Column, Report
 from pycomm.bench.common.timing import calls_within, in_turns, quantile
+from pycomm.bench.ops import coded
 from pycomm.codecs import ALIASES
 from pycomm.codecs import codec as parse_codec
 
@@ -61,12 +62,11 @@ class Calls:
 
     def __init__(self, codec: _C.Codec, numel: int) -> None:
         # The core takes raw addresses, which do not keep the arrays alive, so they are stored here.
-        self.x = x = np.random.default_rng(0).standard_normal(numel, dtype=np.float32)
+        self.x = x = coded.gradient(numel, 0)
         self.decoded = np.zeros_like(x)
         self.residual = np.zeros_like(x)
         self.target = np.empty_like(x)
         self.payload = np.zeros(codec.encoded_bytes(numel), np.uint8)
-        self.variable = codec.variable
         source, out, residual, code = (
             array.ctypes.data for array in (x, self.decoded, self.residual, self.payload)
         )
@@ -78,16 +78,6 @@ class Calls:
             "decode": lambda: codec.decode(code, out, numel),
             "decode_add": lambda: codec.decode_add(code, out, numel),
         }
-
-    def wire_bytes(self) -> int:
-        """Return the last payload's bytes; a variable payload begins with its length."""
-        return int(self.payload[:4].view(np.uint32)[0]) if self.variable else self.payload.nbytes
-
-    def error(self) -> float:
-        """Return the relative L2 error of encoding and decoding once."""
-        self.runs["encode"]()
-        self.runs["decode"]()
-        return float(np.linalg.norm(self.decoded - self.x) / np.linalg.norm(self.x))
 
 
 def time_calls(runs: dict[str, Run]) -> dict[str, list[float]]:
@@ -102,9 +92,9 @@ def time_calls(runs: dict[str, Run]) -> dict[str, list[float]]:
     return {name: [1e6 * sample for sample in times] for name, times in samples.items()}
 
 
-def row(spec: str, op: str, calls: Calls, times: Sequence[float], copy: float, err: float) -> Row:
+def row(spec: str, op: str, size: int, times: Sequence[float], copy: float) -> Row:
     """Return the row for a codec's call, relative to `copy`, GB/s of memcpy."""
-    size, wire_bytes = calls.x.nbytes, calls.wire_bytes()
+    err, wire_bytes = coded.one_coding(spec, size // 4, 0)
     p50 = quantile(times, 0.5)
     rate = size / p50 / 1e3
     return Row(
@@ -129,13 +119,11 @@ def row(spec: str, op: str, calls: Calls, times: Sequence[float], copy: float, e
 
 
 def measure(spec: str, size: int, report: Report) -> None:
-    codec = _C.Codec(spec)
-    calls = Calls(codec, size // 4)
-    err = calls.error()
+    calls = Calls(_C.Codec(spec), size // 4)
     samples = time_calls(calls.runs)
     copy = size / quantile(samples.pop("copy"), 0.5) / 1e3
     for op, times in samples.items():
-        report.add(row(spec, op, calls, times, copy, err))
+        report.add(row(spec, op, size, times, copy))
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

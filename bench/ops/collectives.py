@@ -151,10 +151,13 @@ def _check_codecs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     rank, ranks = env().rank, env().world_size
-    reason = backends.missing(options.backend, cuda=options.device == "cuda")
-    if reason:
-        print(f"python -m pycomm.bench: {reason}", file=sys.stderr)
-        return 2
+    if options.device == "cuda":
+        from pycomm.bench.common import accelerator  # needs torch
+
+        if not accelerator.kind():
+            needs = "an NVIDIA GPU, its driver, and a torch that was built for CUDA"
+            print(f"python -m pycomm.bench: --device cuda needs {needs}", file=sys.stderr)
+            return 2
     if rank is None or ranks is None:
         return launch(argv, options.ranks)
     return rank_main(options, rank, ranks)

@@ -16,6 +16,7 @@ import importlib.metadata
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pycomm.bench.common import arguments, report, tables
@@ -24,14 +25,15 @@ from pycomm.bench.lab.base import Lab, Paced
 from pycomm.bench.lab.jobs import Failed, ask
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.lab.wan import lab_of
-from pycomm.bench.peers.systems import PEERS, Peer, train
+from pycomm.bench.peers.systems import PEERS, Peer
 from pycomm.bench.training.results import steps_to_loss
-from pycomm.bench.training.train import Config
+from pycomm.bench.training.train import Config, ranks_train
 from pycomm.units import parse_rate
 
-RANKS = 2
+RANKS, CONFIG = 2, Config()
 RATES, DELAYS = "100mbit,1gbit,10gbit", "0,50"
 PATIENCE = 240.0  # seconds of one system's training, or of its steps on a link
+SETTLE, STEPS = 3, 20  # untimed and timed steps; else one round and two, of steps between averages
 
 
 def last_line(error: Failed) -> str:
@@ -41,16 +43,14 @@ def last_line(error: Failed) -> str:
     return [what, *lines, *errors][-1][:200]
 
 
-def measured(lab: Lab, peer: Peer, seconds: float = 0.0, config: Config | None = None) -> list[Any]:
-    """Run a system's ranks; return what the first one has answered.
+def measured(lab: Lab, peer: Peer, config: Config) -> list[dict[str, float]]:
+    """Train with a system; return the record of each step.
 
-    Args:
-        lab, peer: where, and which system.
-        seconds: of steps; 0: it trains.
-        config: the training; None: the demo's.
+    Raises:
+        Failed: a rank failed, or has not ended in time.
     """
-    words = peer.name, config or Config(), seconds
-    return ask(lab, train, *words, env=peer.environment, limit=PATIENCE)
+    found = ask(lab, ranks_train, config, [peer.method], env=peer.environment, limit=PATIENCE)
+    return [row for row in found if "step" in row]
 
 
 # ------------------------------------------------------------------------ measurements
@@ -63,8 +63,9 @@ def losses(peers: Iterable[Peer]) -> Iterator[dict[str, Any]]:
         try:
             row["version"] = peer.version()
             with Paced(RANKS, UNLIMITED) as lab:
-                rows = measured(lab, peer)
-            row["curve"] = " ".join(f"{r['step']:g}:{r['held_out']:.6f}" for r in rows)
+                rows = measured(lab, peer, replace(CONFIG, extra=CONFIG.steps // 4))
+            judged = [r for r in rows if "held_out" in r]
+            row["curve"] = " ".join(f"{r['step']:g}:{r['held_out']:.6f}" for r in judged)
         except importlib.metadata.PackageNotFoundError as error:
             row["broke"] = f'{error}: pip install "pycomm[peers]"'
         except Failed as error:
@@ -72,20 +73,22 @@ def losses(peers: Iterable[Peer]) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def steps(
-    peers: Iterable[Peer], rate: str, delay: float, seconds: float
-) -> Iterator[dict[str, Any]]:
-    """Let each system take steps on one link, for so many seconds.
+def steps(peers: Iterable[Peer], rate: str, delay: float) -> Iterator[dict[str, Any]]:
+    """Let each system take steps on one link.
 
     Raises:
         LabUnavailable: there are no network namespaces here.
     """
     for peer in peers:
         row = blank("step", peer) | {"rate": rate, "delay_ms": f"{delay:g}"}
+        settle, count = (SETTLE, STEPS) if peer.every == 1 else (peer.every, 2 * peer.every)
+        config = replace(CONFIG, steps=settle + count, evaluate_every=settle + count)
         try:
             with lab_of(RANKS, f"{rate}@{delay:g}ms" if delay else rate) as lab:
-                (found,) = measured(lab, peer, seconds)
-            row |= {"ms": f"{1e3 * found['seconds']:.2f}", "bytes": f"{found['bytes']:.0f}"}
+                rows = measured(lab, peer, config)
+            first, last = rows[settle - 1], rows[-1]
+            mean = {name: (last[name] - first[name]) / count for name in ("seconds", "sent")}
+            row |= {"ms": f"{1e3 * mean['seconds']:.2f}", "bytes": f"{mean['sent']:.0f}"}
         except Failed as error:
             row["broke"] = last_line(error)
         yield row
@@ -116,7 +119,6 @@ def main(argv: Sequence[str]) -> int:
     add("--rates", type=arguments.rates, default=RATES, help=f"of links ({RATES})")
     add("--delays", type=arguments.listed(float), default=DELAYS, help=f"in ms ({DELAYS})")
     add("--peers", default="", help="only those in whose name this pattern is found")
-    add("--seconds", type=float, default=6.0, help="of timed steps on each link (6)")
     arguments.add_csv(parser)
     options = parser.parse(argv)
     output = Report(COLUMNS, options)
@@ -127,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
         broken |= {row["system"]} if row["broke"] else set()
     whole = [peer for peer in peers if peer.name not in broken]
     for delay, rate in itertools.product(options.delays, options.rates):
-        for row in steps(whole, rate, delay, options.seconds):
+        for row in steps(whole, rate, delay):
             output.add(row)
     print(markdown([{k: str(v) for k, v in row.items()} for row in output.records()]))
     return 0
@@ -136,7 +138,6 @@ def main(argv: Sequence[str]) -> int:
 # ------------------------------------------------------------------------ seconds to the loss
 
 REFERENCE = PEERS[0].name
-TARGET = Config().steps
 
 
 def link(row: tables.Row) -> tuple[str, str]:
@@ -149,7 +150,7 @@ def seconds_to_loss(rows: Sequence[tables.Row]) -> dict[Any, float | None]:
     curves = {r["system"]: tables.parse_curve(r["curve"]) for r in rows if r["curve"]}
     if REFERENCE not in curves:
         return {}
-    target = curves[REFERENCE][TARGET]
+    target = curves[REFERENCE][CONFIG.steps]
     counts = {name: steps_to_loss([curve], target) for name, curve in curves.items()}
     found: dict[Any, float | None] = {}
     for row in rows:

@@ -29,6 +29,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,6 @@ from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab import jobs
 from pycomm.bench.step import rank, stand_in
 from pycomm.bench.step.bound import Pace, wire_seconds
-from pycomm.bench.step.stages import StageTime
 from pycomm.bench.training.methods import METHODS, ONE_BUCKET, Method
 from pycomm.bench.training.results import describe
 from pycomm.bench.training.train import MODELS, Config, parameters
@@ -114,25 +114,27 @@ def methods_of(names: Sequence[str], carriers: Sequence[str]) -> list[Method]:
 
 
 class Answers:
-    """Rows of what ranks answer on links of a rate, each as soon as its last answer is there.
+    """Rows of what ranks answer on links, each as soon as its last answer is there.
 
     Args:
-        steps: what is timed.
-        rate: of the links.
-        where: how ranks are connected.
-        paced: bytes are counted by the group, of one rank.
+        base: what all rows share.
+        methods, options: what is timed, and how.
+        scale: nodes send so much more than is counted.
         add: takes the rows.
     """
 
     def __init__(
-        self, steps: Steps, rate: str, where: str, paced: bool, add: Callable[[Row], object]
+        self,
+        base: Row,
+        methods: Sequence[Method],
+        options: argparse.Namespace,
+        scale: int,
+        add: Callable[[Row], object],
     ) -> None:
-        self._steps, self._paced, self._add = steps, paced, add
-        self._speed = speed_of(rate)
+        self._base, self._methods, self._options = base, methods, options
+        self._scale, self._add = scale, add
         self._found: dict[str, list[dict[str, Any]]] = {}
         self._pace = Pace(0.0, 0.0, 0.0, 0.0)
-        alone = describe("step", steps.name, parameters(steps.config), Method("alone", "none"))
-        self._base = replace(alone, ranks=steps.ranks, rate=rate, connection=where)
 
     def hear(self, answer: dict[str, Any]) -> None:
         """Take an answer of rank.py."""
@@ -140,17 +142,13 @@ class Answers:
         if name == "links":
             rate = 8e-9 * answer["rate"]
             print(f"# links: {answer['sent']} bytes at {rate:.3g} Gbit/s a rank", flush=True)
-        elif name == "trace":
-            label = self._steps.methods[-1].label
-            spans = (StageTime(**each) for each in answer["spans"])
-            self._steps.traces += [span.row(label, self._base.rate) for span in spans]
         elif name == "alone":
             self._add(self._alone(answer))
         else:
             mine = self._found.setdefault(name, [])
             mine.append(answer)
-            if len(mine) == self._steps.options.rounds:
-                method = next(m for m in self._steps.methods if m.label == name)
+            if len(mine) == self._options.rounds:
+                method = next(m for m in self._methods if m.label == name)
                 self._add(self._row(method, mine))
 
     def _alone(self, answer: dict[str, Any]) -> Row:
@@ -168,14 +166,13 @@ class Answers:
     def _row(self, method: Method, mine: Sequence[dict[str, Any]]) -> Row:
         seconds = [s for one in mine for s in one["seconds"]]
         middle = statistics.fmean(seconds) if method.local else statistics.median(seconds)
-        sent = statistics.median(one["sent"] for one in mine)
-        if self._paced:
-            sent *= self._steps.options.ranks_per_node
-        wire = wire_seconds(sent, self._speed) if self._speed else None
+        sent = self._scale * statistics.median(one["sent"] for one in mine)
+        speed = speed_of(self._base.rate)
+        wire = wire_seconds(sent, speed) if speed else None
         bound = self._pace.bound(wire) if wire is not None and not method.local else None
         ratio = middle / bound if bound else None
-        if self._steps.options.compute:  # the share of the time in which a step computes
-            bound, ratio = None, self._steps.options.compute / middle
+        if self._options.compute:  # the share of the time in which a step computes
+            bound, ratio = None, self._options.compute / middle
         return replace(
             self._base,
             method=method.label,
@@ -198,62 +195,53 @@ def speed_of(rate: str) -> float:
     return 0.0 if rate == netlab.UNLIMITED else parse_rate(rate.partition("/")[0])[0]
 
 
-class Steps:
-    """Steps of ranks on links.
+def steps(
+    name: str,
+    config: Config,
+    methods: Sequence[Method],
+    options: argparse.Namespace,
+    device: str,
+    rate: str,
+    add: Callable[[Row], object],
+) -> None:
+    """Time methods in turns on links of a rate.
 
     Args:
         name, config: of the model.
-        methods: that are timed, in turns.
+        methods: what is timed.
         options: of the command line.
         device: "cpu", or the type of the accelerator.
+        rate: of the links.
+        add: takes each row, as soon as it is measured.
+
+    Raises:
+        Failed: a rank failed, or the links are not what they are to be.
     """
-
-    def __init__(
-        self,
-        name: str,
-        config: Config,
-        methods: Sequence[Method],
-        options: argparse.Namespace,
-        device: str = "cpu",
-    ) -> None:
-        self.name, self.config, self.methods = name, config, methods
-        self.options, self.device = options, device
-        self.ranks = options.nodes * options.ranks_per_node
-        self.traces: list[dict[str, Any]] = []
-        """The stages of a step of the last method on each link."""
-
-    def steps(self, rate: str, add: Callable[[Row], object]) -> None:
-        """Time all methods on links of a rate.
-
-        Args:
-            rate: of the links.
-            add: takes each row, as soon as it is measured.
-
-        Raises:
-            Failed: a rank failed, or the links are not what they are to be.
-        """
-        options, speed = self.options, speed_of(rate)
-        lab, reason = netlab.open_lab(options.nodes, rate, paced=options.paced)
-        methods, paced = self.methods, 0.0
-        if reason:
-            print(f"# no lab: {reason}; pycomm paces its sockets, and other backends need a lab")
-            methods, paced = [m for m in methods if m.backend == "pycomm"], speed
-            lab = netlab.Paced(options.nodes, f"{8 * speed / options.ranks_per_node:.0f}bit")
-        if not methods:
-            return
-        on_gpu = self.device != "cpu"
-        with lab:
-            shared = accelerator.sharing(self.ranks) if on_gpu else ""
-            where = ", ".join(filter(None, [f"tcp ({lab.congestion})", shared]))
-            jobs.ask(
-                lab,
-                rank.time_methods,
-                *(self.config, methods, self.device, options.rounds, options.turn_seconds),
-                *(options.compute, paced / options.ranks_per_node, bool(options.trace)),
-                env={"NCCL_SOCKET_IFNAME": lab.interface} if on_gpu else {},
-                ranks_per_node=options.ranks_per_node,
-                heard=Answers(self, rate, where, bool(reason), add).hear,
-            )
+    per_node, speed = options.ranks_per_node, speed_of(rate)
+    lab, reason = netlab.open_lab(options.nodes, rate, paced=options.paced)
+    paced, scale = 0.0, 1
+    if reason:
+        print(f"# no lab: {reason}; pycomm paces its sockets, and other backends need a lab")
+        methods = [m for m in methods if m.backend == "pycomm"]
+        paced, scale = speed / per_node, per_node  # the group of one rank counts bytes
+        lab = netlab.Paced(options.nodes, f"{8 * paced:.0f}bit")
+    if not methods:
+        return
+    on_gpu, ranks = device != "cpu", options.nodes * per_node
+    with lab:
+        shared = accelerator.sharing(ranks) if on_gpu else ""
+        where = ", ".join(filter(None, [f"tcp ({lab.congestion})", shared]))
+        alone = describe("step", name, parameters(config), Method("alone", "none"))
+        base = replace(alone, ranks=ranks, rate=rate, connection=where)
+        jobs.ask(
+            lab,
+            rank.time_methods,
+            *(config, methods, device, options.rounds, options.turn_seconds),
+            *(options.compute, paced, str(options.trace or "")),
+            env={"NCCL_SOCKET_IFNAME": lab.interface} if on_gpu else {},
+            ranks_per_node=per_node,
+            heard=Answers(base, methods, options, scale, add).hear,
+        )
 
 
 def _parts(seconds: dict[str, float]) -> str:
@@ -286,7 +274,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     what = "that a timed step computes at least, as a faster or larger model's would"
     add("--compute", type=arguments.seconds, default=0.0, help=what)
     add("--paced", action="store_true", help="no namespaces: pycomm paces its own sockets")
-    what = "write the stages of a step of the last method, as CSV, and beside it as PNG"
+    what = "write a profile of a step of the last method on the last link, for Perfetto; with "
+    what += "--stand-in the stages of each bucket, as CSV, and beside it as PNG"
     add("--trace", metavar="FILE", type=Path, help=what)
     add("--cpu", action="store_true", help="use no GPU")
     add("--stand-in", action="store_true", help="model the steps of a GPU with a virtual clock")
@@ -308,28 +297,27 @@ def main(argv: Sequence[str]) -> int:
     name, config = options.model
     if options.stand_in:
         modelled = stand_in.ModelledSteps(name, config, options.methods)
-        steps: Steps | stand_in.ModelledSteps = modelled
-        device = "stand-in for an H200"
+        take, device = modelled.steps, "stand-in for an H200"
     else:
         kind = "cpu" if options.cpu else accelerator.kind() or "cpu"
         chosen = methods_of(options.methods, options.backend)
         if options.trainings:
             chosen = [m for m in METHODS if options.trainings.search(m.label) and not m.scheduled]
-        steps = Steps(name, config, chosen, options, kind)
+        modelled, take = None, partial(steps, name, config, chosen, options, kind)
         device = "" if kind == "cpu" else accelerator.describe()
     report = Report(COLUMNS, options, device=device)
     report.header(f"{report.origin.device}, torch {torch.__version__}, {name}")
     if options.trace:
         options.trace.parent.mkdir(parents=True, exist_ok=True)
     for rate in options.rate:
-        steps.steps(rate, report.add)
+        take(rate, report.add)
     if options.picture:
         draw("bars_of_steps", report.records(), options.picture)
-    if options.trace and steps.traces:
-        rows = [record({"model": name} | row, report.origin) for row in steps.traces]
+    if options.trace and modelled:
+        rows = [record({"model": name} | row, report.origin) for row in modelled.traces]
         tables.append(options.trace, rows)
         draw("timeline", rows, options.trace.with_suffix(".png"))
-    wrong = steps.broken if isinstance(steps, stand_in.ModelledSteps) and options.check else []
+    wrong = modelled.broken if modelled and options.check else []
     for goal in wrong:
         report.note(f"not yet: {goal}")
     return 1 if wrong else 0

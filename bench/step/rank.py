@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 from pycomm.backend import find
 from pycomm.bench.common import accelerator
 from pycomm.bench.common.timing import in_turns
-from pycomm.bench.step.stages import Stages, StageTime
 from pycomm.bench.training.methods import Method
 from pycomm.bench.training.train import (
     Config,
@@ -46,6 +44,20 @@ class Clock:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)
         return time.perf_counter()
+
+    def mark(self) -> Any:
+        """Return this moment of the current stream, for `between`."""
+        if self.device.type == "cpu":
+            return time.perf_counter()
+        event = accelerator.api().Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Return the seconds between two marks that the device has passed."""
+        if self.device.type == "cpu":
+            return float(end - begin)
+        return float(begin.elapsed_time(end)) / 1e3
 
     def memory(self, *, begins: bool = False) -> int:
         """Return the most bytes that were allocated since `begins`; on the CPU, since the start."""
@@ -97,24 +109,20 @@ class Stepper:
     ) -> None:
         self._clock, self._compute, self._data = clock, compute, tokens(config, clock)
         bare = Transformer(config).to(clock.device) if method.own_model else net
-        self.model = method.wrap(bare, group, sync=False)
-        given = self.model, config.learning_rate, (0.9, 0.999), group
-        self.optimizer, self.finish = method.optimizer(*given, fused=clock.device.type != "cpu")
+        given = bare, config.learning_rate, (0.9, 0.999), group
+        self.system = method.start(*given, sync=False, fused=clock.device.type != "cpu")
+        self.model = self.system.model
 
     def forward(self) -> torch.Tensor:
         with self._clock.autocast():
             return loss_of(self.model, next(self._data))
-
-    def apply(self) -> None:
-        self.optimizer.step()
-        self.optimizer.zero_grad()
 
     def step(self) -> None:
         until = time.perf_counter() + self._compute
         self.forward().backward()
         if self._compute:
             time.sleep(max(0.0, until - time.perf_counter()))
-        self.apply()
+        self.system.apply()
 
     def parts(self) -> dict[str, float]:
         """Return the median seconds of each part, of steps in which one waits for the other."""
@@ -125,7 +133,7 @@ class Stepper:
             times.append(self._clock())
             loss.backward()
             times.append(self._clock())
-            self.apply()
+            self.system.apply()
             times.append(self._clock())
             for part, begin, end in zip(found.values(), times, times[1:], strict=False):
                 part.append(end - begin)
@@ -137,35 +145,30 @@ def alone(
 ) -> dict[str, Any]:
     """Return the steps of DDP with a hook that sends nothing, and their parts. Collective."""
     stepper = Stepper(config, Method("alone"), net, group, clock, 0.0)
-    stages, sizes = Stages(clock.device), []
+    sizes: list[int] = []
+    marks: list[Any] = []  # moments of the current stream: when a step and each bucket are ready
 
     def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        marks.append(clock.mark())
         sizes.append(bucket.buffer().numel())
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
         return future
 
     assert isinstance(stepper.model, DistributedDataParallel)
-    with stages.noted():
-        stepper.model.register_comm_hook(None, hook)
+    stepper.model.register_comm_hook(None, hook)
     seconds = in_turns({"": stepper.step}, 4 * SETTLE, settle=SETTLE, turn=4 * SETTLE, clock=clock)
     parts = stepper.parts()
     first = []
     for _ in range(PARTS):
+        clock()
         sizes.clear()
-        first.append(next(iter(trace(stepper, stages, clock))).end)
+        marks[:] = [clock.mark()]
+        stepper.step()
+        clock()
+        first.append(clock.between(*marks[:2]))
     shape = {"first": statistics.median(first), "last": sizes[-1] / sum(sizes), "buckets": sizes}
     return {"seconds": seconds[""], "memory": clock.memory(), "parts": parts, **shape}
-
-
-def trace(stepper: Stepper, stages: Stages, clock: Clock) -> list[StageTime]:
-    """Return the stages of a step. Collective."""
-    clock()
-    stages.begin()
-    stepper.step()
-    stages.end()
-    clock()
-    return stages.spans()
 
 
 def agreed_count(steps: float) -> int:
@@ -222,7 +225,7 @@ def time_methods(
     turn_seconds: float,
     compute: float,
     paced: float,
-    traced: bool,
+    trace: str,
 ) -> Iterator[dict[str, Any]]:
     """Time methods in turns; yield the samples. Most share one model. Collective.
 
@@ -233,7 +236,7 @@ def time_methods(
         rounds, turn_seconds: turns of each method, and timed seconds of one.
         compute: see `Stepper`.
         paced: bytes per second of each rank where pycomm paces itself; 0: links do.
-        traced: the stages of a step of the last method are yielded, too.
+        trace: the file of a profile of a step of the last method; "": none.
     """
     if device != "cpu":
         ranks = int(os.environ["WORLD_SIZE"])
@@ -254,9 +257,7 @@ def time_methods(
     for method in methods * rounds:
         group = groups[method.backend]
         clock.memory(begins=True)
-        stages = Stages(clock.device)
-        with stages.noted() if traced and method is methods[-1] else nullcontext():
-            stepper = Stepper(config, method, net, group, clock, compute)
+        stepper = Stepper(config, method, net, group, clock, compute)
         every = method.local.get("every", 1)
         begin = settle_steps(method) - 1
         (last,) = in_turns({"": stepper.step}, 1, settle=begin, clock=clock)[""]
@@ -267,13 +268,15 @@ def time_methods(
         dist.barrier()
         sent = (wire_bytes(group) - before) / timed
         parts = {} if method.local else stepper.parts()
-        if traced and method is methods[-1]:
-            with stages.noted():
-                spans = trace(stepper, stages, clock)
-            yield {"method": "trace", "spans": [asdict(span) for span in spans]}
+        if trace and method is methods[-1]:
+            with torch.profiler.profile() as profile:
+                stepper.step()
+                clock()
+            if dist.get_rank() == 0:
+                profile.export_chrome_trace(trace)
         made = {"seconds": seconds, "sent": sent, "memory": clock.memory(), "parts": parts}
         yield {"method": method.label, **made}
-        stepper.finish()
+        stepper.system.finish()
         del stepper
         gc.collect()
     dist.destroy_process_group()

@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,6 @@ import torch
 
 from pycomm.bench.common.harness import Row
 from pycomm.bench.step.bound import FULL, Pace, wire_seconds
-from pycomm.bench.step.stages import StageTime, joined
 from pycomm.bench.training.methods import Method
 from pycomm.bench.training.results import describe
 from pycomm.bench.training.train import Config, Transformer, parameters
@@ -112,6 +111,37 @@ class Recorded:
         held = sum(kind in answers and stream == COMPUTE for kind, stream, _ in self.notes)
         found = {"launches": middle(WORK), "copies": copies, "calls": middle(CALL)}
         return found | {"waits": waits, "held": held}
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """A stage of a bucket, in seconds from the beginning of the step.
+
+    A hook is called when backward has made a bucket ready ("compute"). Its values are encoded,
+    scattered to their owners, added up and encoded again there ("own"), gathered, and decoded where
+    they land.
+    """
+
+    stage: str
+    bucket: int
+    """its number; of the optimizer, which has none, -1"""
+    begin: float
+    end: float
+
+    def row(self, method: str, rate: str) -> dict[str, Any]:
+        """Return the row of a trace, of a method on links of a rate: times to a microsecond."""
+        rounded = replace(self, begin=round(self.begin, 6), end=round(self.end, 6))
+        return {"method": method, "rate": rate} | asdict(rounded)
+
+
+def joined(spans: Sequence[StageTime]) -> list[StageTime]:
+    """Return spans in which those of a stage of a bucket are one, from its begin to its end."""
+    found: dict[tuple[str, int], StageTime] = {}
+    for span in spans:
+        key = span.stage, span.bucket
+        first = found.get(key, span)
+        found[key] = StageTime(*key, min(first.begin, span.begin), max(first.end, span.end))
+    return list(found.values())
 
 
 @dataclass

@@ -17,6 +17,27 @@ from pycomm.local_sgd import Streamed
 HOOKS = ("fp16", "bf16", "powersgd:RANK[:FIRST_STEP]", "fp16-powersgd:RANK")
 
 
+@dataclass
+class System:
+    """A model in training: what computes its loss, and what takes a step."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    backward: Callable[[torch.Tensor], object] = torch.Tensor.backward
+    step: Callable[[], object] | None = None
+    """Applies the gradients, and forgets them; None: the optimizer does."""
+    finish: Callable[[], object] = lambda: None
+    """Makes the ranks' parameters equal before they are judged."""
+    close: Callable[[], object] = lambda: None
+
+    def apply(self) -> None:
+        if self.step is not None:
+            self.step()
+            return
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
 @dataclass(frozen=True)
 class Method:
     """The settings that differ between the runs of a comparison."""
@@ -45,6 +66,8 @@ class Method:
     """`fully_shard` in place of DDP; its blocks stay gathered between forward and backward."""
     local: dict[str, Any] = field(default_factory=dict)
     """Arguments of `pycomm.LocalSGD`, which averages parameters now and then in place of DDP."""
+    system: Callable[[nn.Module, float], System] | None = None
+    """Another package's way to train a model with a learning rate."""
 
     @property
     def scheduled(self) -> bool:
@@ -56,105 +79,81 @@ class Method:
         """Return whether the model it trains serves no other method afterwards."""
         return self.sharded or bool(self.local)
 
-    def wrap(
-        self, model: nn.Module, group: dist.ProcessGroup | None = None, *, sync: bool = True
-    ) -> nn.Module:
-        """Return the model in DDP with this method's hook, or as the method has it. Collective.
+    def start(
+        self,
+        net: nn.Module,
+        lr: float,
+        betas: tuple[float, float],
+        group: dist.ProcessGroup | None = None,
+        *,
+        sync: bool = True,
+        fused: bool = False,
+    ) -> System:
+        """Return what trains a bare model by this method. Collective.
 
         Args:
-            model: the bare model.
+            net: the model.
+            lr, betas: AdamW's; SGD has the first beta as its momentum.
             group: a group of this method's backend; None: the default group.
             sync: let DDP broadcast rank 0's parameters first.
+            fused: torch's AdamW is the fused one.
 
         Raises:
             ValueError: an unknown hook.
         """
-        if self.local:
-            return model
+        import pycomm
+
+        if self.system is not None:
+            return self.system(net, lr)
+        lr *= self.rate
         if self.sharded:
-            device = next(model.parameters()).device.type
+            device = next(net.parameters()).device.type
             mesh = None if group is None else dist.DeviceMesh.from_group(group, device)
-            for part in (*model.blocks, model):
+            for part in (*net.blocks, net):
                 fully_shard(part, mesh=mesh, reshard_after_forward=False)
-            return model
-        wrapped = DistributedDataParallel(
-            model,
+        if self.sharded or self.local:
+            adamw = torch.optim.AdamW(net.parameters(), lr, betas, fused=fused)
+            return self._local_sgd(net, adamw, group) if self.local else System(net, adamw)
+        model = DistributedDataParallel(
+            net,
             process_group=group,
             gradient_as_bucket_view=True,
             bucket_cap_mb=self.bucket_mb,
             init_sync=sync,
         )
         if self.codec:
-            import pycomm
-
             feedback = {"": True, "none": False}.get(self.feedback, self.feedback)
-            pycomm.compress(wrapped, self.codec, feedback=feedback)
+            pycomm.compress(model, self.codec, feedback=feedback)
         if self.hook:
-            _torch_hook(wrapped, self.hook, group)
-        return wrapped
+            _torch_hook(model, self.hook, group)
+        parameters = model.parameters()
+        if self.sgd and self.momentum:
+            coded = pycomm.CodedSGD(parameters, lr, betas[0], model=model, codec=self.momentum)
+            return System(model, coded)
+        if self.sgd:
+            return System(model, torch.optim.SGD(parameters, lr, betas[0]))
+        if not self.momentum:
+            return System(model, torch.optim.AdamW(parameters, lr, betas, fused=fused))
+        policy = pycomm.Policy.of(self.momentum)
+        if self.small:
+            rule = pycomm.Rule(codec=self.small, max_dims=1, reason="norms and biases")
+            policy = replace(policy, rules=(rule, *policy.rules))
+        feedback = self.feedback or "residual"
+        options = {"model": model, "codec": policy, "feedback": feedback}
+        return System(model, pycomm.CodedAdamW(parameters, lr, betas, **options))
 
-    def optimizer(
-        self,
-        model: nn.Module,
-        lr: float,
-        betas: tuple[float, float],
-        group: dist.ProcessGroup | None = None,
-        *,
-        fused: bool = False,
-    ) -> tuple[torch.optim.Optimizer, Callable[[], object]]:
-        """Return this method's optimizer for a model that `wrap` has returned. Collective.
-
-        Args:
-            model: the model.
-            lr: AdamW's learning rate.
-            betas: AdamW's.
-            group: of `local`; None: the default group.
-            fused: torch's AdamW is the fused one.
-
-        Returns:
-            The optimizer, and what makes the ranks' parameters equal before they are judged.
-        """
+    def _local_sgd(
+        self, net: nn.Module, adamw: torch.optim.Optimizer, group: dist.ProcessGroup | None
+    ) -> System:
         import pycomm
 
-        lr *= self.rate
-        if self.sgd:
-            return _sgd(model, lr, betas[0], self.momentum), _nothing
-        if self.momentum:
-            policy = pycomm.Policy.of(self.momentum)
-            if self.small:
-                rule = pycomm.Rule(codec=self.small, max_dims=1, reason="norms and biases")
-                policy = replace(policy, rules=(rule, *policy.rules))
-            coded = pycomm.CodedAdamW(
-                *(model.parameters(), lr, betas),
-                model=model,
-                codec=policy,
-                feedback=self.feedback or "residual",
-            )
-            return coded, _nothing
-        adamw = torch.optim.AdamW(model.parameters(), lr, betas, fused=fused)
-        if not self.local:
-            return adamw, _nothing
         options = dict(self.local)
         if self.small:
             rules = (pycomm.Rule(codec=self.small, max_dims=1),)
             options["codec"] = pycomm.Policy(options["codec"], rules=rules, guard=None)
-        local = pycomm.LocalSGD(model, process_group=group, **options)
+        local = pycomm.LocalSGD(net, process_group=group, **options)
         adamw.register_step_post_hook(lambda *_: local.step())
-        return adamw, local.finish
-
-
-def _nothing() -> None:
-    return
-
-
-def _sgd(
-    model: DistributedDataParallel, lr: float, momentum: float, codec: str
-) -> torch.optim.Optimizer:
-    if not codec:
-        return torch.optim.SGD(model.parameters(), lr, momentum)
-    import pycomm
-
-    return pycomm.CodedSGD(model.parameters(), lr, momentum, model=model, codec=codec)
+        return System(net, adamw, finish=local.finish)
 
 
 def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGroup | None) -> None:

@@ -64,19 +64,17 @@ def train(task: Task, method: Method, seed: int) -> tuple[float, int]:
     """Train on the default group; return the held-out loss and the model's size. Collective."""
     torch.manual_seed(seed)
     bare = task.model()
-    model = method.wrap(bare)
     trained = [p for p in bare.parameters() if p.requires_grad]
-    optimizer, finish = method.optimizer(model, task.rate, (0.9, 0.95))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(task, step))
+    system = method.start(bare, task.rate, (0.9, 0.95))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(system.optimizer, lambda step: rate(task, step))
     for step in range(task.steps):
         inputs, targets = batch(task, seed, step, dist.get_rank())
-        task.loss(model(inputs), targets).backward()
+        task.loss(system.model(inputs), targets).backward()
         if task.clip:
             nn.utils.clip_grad_norm_(trained, task.clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        system.apply()
         scheduler.step()
-    finish()
+    system.finish()
     bare.eval()
     inputs, targets = batch(task, seed, -1, 0)
     with torch.no_grad():

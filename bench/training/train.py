@@ -8,7 +8,6 @@ meets all of them alike.
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import random
@@ -140,15 +139,6 @@ def loss_of(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def loss_on(
-    text: torch.Tensor, model: nn.Module, config: Config, count: int, rank: int = 0, ranks: int = 1
-) -> torch.Tensor:
-    """Return the mean loss on a rank's share of `count` windows that are spread over a text."""
-    starts = torch.linspace(0, text.numel() - config.context - 1, count).long()[rank::ranks]
-    parts = [loss_of(model, windows(text, part, config.context)) for part in starts.split(16)]
-    return torch.stack(parts).mean()
-
-
 def evaluate(
     model: nn.Module,
     text: torch.Tensor,
@@ -157,9 +147,12 @@ def evaluate(
     group: dist.ProcessGroup | None = None,
 ) -> float:
     """Return the loss on `count` windows spread over the text; each rank takes its share."""
-    mean = loss_on(text, model, config, count, dist.get_rank(), dist.get_world_size())
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    starts = torch.linspace(0, text.numel() - config.context - 1, count).long()[rank::ranks]
+    parts = [loss_of(model, windows(text, part, config.context)) for part in starts.split(16)]
+    mean = torch.stack(parts).mean()
     dist.all_reduce(mean, group=group)
-    return float(mean) / dist.get_world_size()
+    return float(mean) / ranks
 
 
 # ------------------------------------------------------------------ training
@@ -174,15 +167,6 @@ def wire_bytes(group: dist.ProcessGroup | None = None) -> int:
 
     backend = find(group)
     return backend.wire_bytes if backend else 0
-
-
-def processor_ns() -> tuple[int, int]:
-    """Return for how long this thread has run, and waited for a processor, in ns; 0: not known."""
-    try:
-        ran, waited, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
-    except (OSError, ValueError):
-        return 0, 0
-    return ran, waited
 
 
 def schedule(step: int, config: Config) -> float:
@@ -208,45 +192,42 @@ def train(
         device: of the model: "cpu", or the type of an accelerator.
     """
     torch.manual_seed(config.seed)
-    model = method.wrap(Transformer(config).to(device), group)
-    betas = config.beta1, 0.95
-    optimizer, finish = method.optimizer(model, config.learning_rate, betas, group)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, config))
+    net = Transformer(config).to(device)
+    system = method.start(net, config.learning_rate, (config.beta1, 0.95), group)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        system.optimizer, lambda step: schedule(step, config)
+    )
     text, held_out = (part.to(device) for part in standard_library())
     data = batches(text, config, dist.get_rank(), dist.get_world_size())
-    bare = getattr(model, "module", model)
 
     seconds: list[float] = []
     sent: list[int] = []
-    ran = waited = 0
     for step in range(1, config.steps + config.extra + 1):
-        start, sent_before, before = time.perf_counter(), wire_bytes(group), processor_ns()
-        loss = loss_of(model, next(data))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        start, sent_before = time.perf_counter(), wire_bytes(group)
+        loss = loss_of(system.model, next(data))
+        system.backward(loss)
+        system.apply()
         scheduler.step()
         if device != "cpu":
             torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - start)
         sent.append(wire_bytes(group) - sent_before)
-        after = processor_ns()
-        ran, waited = ran + after[0] - before[0], waited + after[1] - before[1]
-        row = {"step": step, "seconds": sum(seconds), "loss": loss.item()}
+        row = {"step": step, "seconds": sum(seconds), "sent": sum(sent), "loss": loss.item()}
         if step % config.evaluate_every == 0 or step == 1:
-            row["held_out"] = evaluate(bare, held_out, config, WINDOWS, group)
+            row["held_out"] = evaluate(net, held_out, config, WINDOWS, group)
         if step == config.steps:
-            finish()
+            system.finish()
             row["mean_wire_bytes"] = sum(sent) / len(sent)  # codecs may change on the way
-            row["final"] = evaluate(bare, held_out, config, FINAL_WINDOWS, group)
+            row["final"] = evaluate(net, held_out, config, FINAL_WINDOWS, group)
         yield row
     settled = len(seconds) // 10  # the first steps allocate, and DDP rebuilds its buckets
-    yield {
+    result = {
         "step_seconds": statistics.median(seconds[settled:]),
         "wire_bytes": statistics.median(sent[settled:]),
-        "held_out": evaluate(bare, held_out, config, FINAL_WINDOWS, group),
-        "waited": waited / (ran + waited or 1),
+        "held_out": evaluate(net, held_out, config, FINAL_WINDOWS, group),
     }
+    system.close()
+    yield result
 
 
 def take_turns(
@@ -274,9 +255,6 @@ def ranks_train(
         accelerator.take(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     dist.init_process_group("gloo")
     yield from take_turns(config, methods, device)
-    # DDP is part of a reference cycle that holds the group. Gloo's threads live as long as the
-    # group, and one that releases a tensor at interpreter exit aborts the process (pytorch#190489).
-    gc.collect()
     dist.destroy_process_group()
 
 

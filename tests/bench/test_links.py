@@ -47,7 +47,7 @@ def test_rows_of_both_backends(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "hint"), [("--loss 200%", "the loss 200% is no share"), ("--round-trip 3", "3")]
+    ("words", "hint"), [("--loss 200%", "cannot read the share '200%'"), ("--round-trip 3", "3")]
 )
 def test_bad_words_get_one_line(words, hint, capsys):
     assert main([*words.split()]) == 2

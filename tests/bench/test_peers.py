@@ -53,13 +53,13 @@ def test_the_table_marks_the_first_of_each_column():
 def test_a_broken_system_takes_no_steps(tmp_path, monkeypatch, capsys):
     measured = []
 
-    def ranks(lab, peer, seconds=0.0):
+    def ranks(lab, peer, config):
         measured.append(peer.name)
         if peer.name != REFERENCE:
             raise Failed("the cause")
         return [{"step": 100, "held_out": 3.0}, {"step": 200, "held_out": 2.0}]
 
-    def steps(peers, rate, delay, seconds):
+    def steps(peers, rate, delay):
         for peer in peers:
             place = {"rate": rate, "delay_ms": f"{delay:g}", "ms": "5.00", "bytes": "7"}
             yield {**table.blank("step", peer), **place}
@@ -89,14 +89,14 @@ def test_a_failed_rank_is_a_row_with_its_error(monkeypatch):
     assert (found["curve"], found["broke"]) == ("", "ValueError: the cause")
 
 
-def test_a_system_trains_and_takes_steps(monkeypatch, tmp_path):
+def test_a_system_trains_and_takes_steps(monkeypatch):
     """Both kinds of measurement, with ranks that share a machine and a small model."""
-    small = Config(steps=20, layers=1, width=32)
-    peer = next(peer for peer in PEERS if peer.name == "pycomm, LocalSGD int4")
-    with Paced(2, UNLIMITED) as lab:
-        lab.timed = False
-        curve = table.measured(lab, peer, config=small)
-        assert [row["step"] for row in curve] == [10, 20]
-        assert curve[1]["held_out"] < curve[0]["held_out"] < 6
-        (found,) = table.measured(lab, peer, 0.2, small)
-        assert found["seconds"] > 0
+    monkeypatch.setattr(table, "CONFIG", Config(steps=20, layers=1, width=32))
+    monkeypatch.setattr(table, "lab_of", lambda ranks, rate: Paced(ranks, UNLIMITED))
+    peers = [peer for peer in PEERS if peer.name == "pycomm, LocalSGD int4"]
+    (trained,) = table.losses(peers)
+    curve = tables.parse_curve(trained["curve"])
+    assert [*curve] == [1, 10, 20]
+    assert curve[20] < curve[10] < 6
+    (step,) = table.steps(peers, "1gbit", 0)
+    assert float(step["ms"]) > 0

@@ -1,4 +1,4 @@
-"""Figures are what their tables say, and every figure that a page shows can be made again."""
+"""Figures are what their tables say, and every picture of docs can be made again."""
 
 from __future__ import annotations
 
@@ -41,10 +41,9 @@ def row(x: int, y: int, **more: object) -> dict[str, object]:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A tree whose one figure is drawn and shown."""
+    """A tree whose one figure is drawn."""
     for folder in ("docs/img", "bench/results"):
         (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "README.md").write_text("![A line](docs/img/line.png)\n")
     tables.append(tmp_path / "bench/results/line.csv", [row(1, 2), row(2, 3)])
     save(FIGURE.of(tmp_path / "bench/results"), tmp_path / "docs/img/line.png")
     assert plot.faults(tmp_path, [FIGURE]) == []
@@ -95,20 +94,13 @@ def test_the_newest_of_equal_rows_is_shown(checkout):
     assert [one["y"] for one in figure.rows(results)] == ["9", "3"]
 
 
-def test_figure_that_nothing_makes_is_noticed(checkout):
+def test_figures_that_nothing_makes_or_nobody_drew_are_noticed(checkout):
     shutil.copy(checkout / "docs/img/line.png", checkout / "docs/img/other.png")
-    (checkout / "docs/page.md").write_text("![Other](img/other.png)\n")
+    (checkout / "docs/img/line.png").unlink()
     assert plot.faults(checkout, [FIGURE]) == [
-        "docs/page.md shows other.png, which nothing makes",
+        "line.png has not been drawn",
         "other.png lies in docs/img, and nothing makes it",
     ]
-
-
-def test_figure_that_is_not_shown_or_not_drawn_is_noticed(checkout):
-    (checkout / "docs/img/line.png").unlink()
-    assert plot.faults(checkout, [FIGURE]) == ["line.png has not been drawn"]
-    (checkout / "README.md").write_text("")
-    assert "line.png is on no page" in plot.faults(checkout, [FIGURE])
 
 
 def test_equal_charts_make_equal_files(tmp_path, checkout):
@@ -118,7 +110,7 @@ def test_equal_charts_make_equal_files(tmp_path, checkout):
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_newest_rows_and_the_widest_run():
+def test_the_widest_run():
     rows = [
         {"command": c, "backend": b, "size": s, "time": t}
         for c, b, s, t in [
@@ -128,9 +120,5 @@ def test_newest_rows_and_the_widest_run():
             ("both", "a", "1", "2026-01-02T01"),
             ("both", "b", "1", "2026-01-02T02"),
         ]
-    ]
-    assert [row["time"] for row in tables.newest(rows, "backend")] == [
-        "2026-01-03T01",
-        "2026-01-02T02",
     ]
     assert widest_run(rows, "backend") == rows[3:]

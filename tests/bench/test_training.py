@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from pycomm.bench import netlab
 from pycomm.bench.common.harness import Row
-from pycomm.bench.step.__main__ import Steps, parse
+from pycomm.bench.step.__main__ import parse, steps
 from pycomm.bench.training import suite
 from pycomm.bench.training import train as training
 from pycomm.bench.training.methods import METHODS, Method
@@ -186,12 +186,11 @@ def test_local_methods_average_by_rounds(tmp_path):
             if not method.local:
                 continue
             model = Transformer(Config(layers=2, width=32))
-            optimizer, finish = method.optimizer(model, 1e-3, (0.9, 0.95))
+            system = method.start(model, 1e-3, (0.9, 0.95))
             for _ in range(method.local["every"] + 1):
                 model(torch.zeros(1, 4, dtype=torch.long)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            finish()
+                system.apply()
+            system.finish()
     finally:
         dist.destroy_process_group()
 
@@ -211,7 +210,7 @@ def test_half_of_the_gradient_bytes():
         pytest.skip(f"no network namespaces: {error}")
     options = parse(["--rounds", "1", "--turn-seconds", "1"])
     found: list[Row] = []
-    Steps("demo", MODELS["demo"], [GLOO, PYCOMM], options).steps("1gbit", found.append)
+    steps("demo", MODELS["demo"], [GLOO, PYCOMM], options, "cpu", "1gbit", found.append)
     _, gloo, ours = found
     # Two ranks: half of the parameters go out before forward. A reduce-scatter sends half of the
     # gradients, Gloo's all-reduce all of them. Up to a hundredth is headers and what TCP repeats.

@@ -6,16 +6,18 @@
 With clang the targets are libFuzzer's, with gcc standalone.cpp mutates the corpus. A finding ends
 its target: the input is kept, and running the target on that file alone shows it again.
 
-With gcc, --add adds the valid inputs that the targets make (`seeds`), as for a new codec; with
-clang those of libFuzzer's earlier runs that reach code which no input of the archive reaches.
---add FILE... adds these inputs of findings to the one target that --target names.
+--add adds payloads of each codec to those of the decoders, as for a new codec; with clang also the
+inputs of libFuzzer's earlier runs that reach code which no input of the archive reaches. --add
+FILE... adds these inputs of findings to the one target that --target names.
 """
 
 from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,8 +25,13 @@ import tarfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import torch
+
+import pycomm
+
 ROOT = Path(__file__).parents[2]
-ARCHIVE = Path(__file__).parent / "corpus.tar.xz"  # the inputs, in a folder for each target
+HERE = Path(__file__).parent
+ARCHIVE = HERE / "corpus.tar.xz"  # the inputs, in a folder for each target
 CLANG = shutil.which("clang++") is not None
 BUILD = ROOT / "build" / ("fuzz-clang" if CLANG else "fuzz-gcc")
 CORPUS = BUILD / "corpus"  # the archive, unpacked
@@ -87,6 +94,21 @@ def unpack_corpus(folder: Path) -> None:
             (folder / target / f"{number}.bin").write_bytes(data)
 
 
+def specs() -> dict[int, str]:
+    """Return the codecs of decoders.cpp, by the numbers by which inputs name them."""
+    source = (HERE / "decoders.cpp").read_text()
+    return {int(n): spec for n, spec in re.findall(r'\{(\d+), "([^"]+)"\}', source)}
+
+
+def payloads() -> set[bytes]:
+    """Return inputs of the decoders: of each codec payloads of 0, 1 and 300 values."""
+    made = set()
+    for (number, spec), numel in itertools.product(specs().items(), (0, 1, 300)):
+        payload = pycomm.codec(spec).encode(torch.linspace(-1.0, 1.0, numel))
+        made.add(bytes([number, numel & 255, numel >> 8, *payload.tolist()]))
+    return made
+
+
 def add(targets: Sequence[str], found: Sequence[str]) -> None:
     """Write the archive with new inputs."""
     inputs = read_corpus()
@@ -95,17 +117,14 @@ def add(targets: Sequence[str], found: Sequence[str]) -> None:
         if found:
             inputs.setdefault(target, set()).update(Path(file).read_bytes() for file in found)
             continue
+        known = inputs.setdefault(target, set())
+        new = payloads() - known if target == "decoders" else set()
         if CLANG:
             folder.mkdir(exist_ok=True)
             (FOUND / target).mkdir(parents=True, exist_ok=True)
-            arguments = ["-merge=1", str(folder), str(FOUND / target)]
-        else:
-            folder = BUILD / "seeds" / target
-            shutil.rmtree(folder, ignore_errors=True)
-            arguments = ["--write", str(folder)]
-        subprocess.run([program(target), *arguments], check=True, cwd=ROOT)
-        known = inputs.setdefault(target, set())
-        new = {path.read_bytes() for path in folder.iterdir()} - known
+            merge = ["-merge=1", str(folder), str(FOUND / target)]
+            subprocess.run([program(target), *merge], check=True, cwd=ROOT)
+            new |= {path.read_bytes() for path in folder.iterdir()} - known
         known |= new
         print(f"{target}: {len(new)} new inputs")
     write_corpus(inputs)

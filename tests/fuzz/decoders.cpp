@@ -82,28 +82,3 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   codec.decode({payload.get(), bytes}, {values.get(), numel}, {}, true);
   return 0;
 }
-
-std::vector<std::string> seeds() {
-  std::vector<std::string> result;
-  for (size_t c = 0; c < kNumbers; c++) {
-    if (codecs()[c] == nullptr) continue;
-    for (const size_t numel : {0, 1, 300}) {
-      const Codec& codec = *codecs()[c];
-      std::vector<float> in(numel);
-      uint32_t state = 1;
-      for (float& x : in) {
-        state = state * 1664525 + 1013904223;
-        x = static_cast<float>(static_cast<int32_t>(state)) * 1e-9f;
-      }
-      std::string payload(codec.encoded_bytes(numel), '\0');
-      pycomm::EncodeArgs args;
-      args.in = {in.data(), numel};
-      args.out = {reinterpret_cast<uint8_t*>(payload.data()), payload.size()};
-      codec.encode(args);
-      result.push_back(
-          {static_cast<char>(c), static_cast<char>(numel & 255), static_cast<char>(numel >> 8)});
-      result.back() += payload;
-    }
-  }
-  return result;
-}

@@ -169,24 +169,3 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   run_stream(reader);
   return 0;
 }
-
-std::vector<std::string> seeds() {
-  std::vector<std::string> result;
-  for (int seed = 0; seed < 40; seed++) {
-    FrameHeader header;
-    header.message = 1;
-    header.size = 1000;
-    header.length = 1000;
-    header.tag.seq = 12;
-    pycomm::tcp::seal(header);
-    std::string input(reinterpret_cast<const char*>(&header), sizeof header);
-    input += static_cast<char>(seed % 2);
-    uint32_t state = static_cast<uint32_t>(seed);
-    for (int i = 0; i < 40 * seed; i++) {
-      state = state * 1664525 + 1013904223;
-      input += static_cast<char>(state >> 24);
-    }
-    result.push_back(input);
-  }
-  return result;
-}

@@ -15,13 +15,12 @@ using pycomm::tcp::Handshake;
 using pycomm::tcp::Hello;
 using State = Handshake::State;
 
-Hello hello(uint16_t lane = 0) {
+Hello hello() {
   Hello hello;
   hello.size = 2;
   hello.rank = 1;
   hello.target = 0;
   hello.sockets = 1;
-  hello.lane = lane;
   return hello;
 }
 
@@ -96,26 +95,4 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     attack(caller(), reader);
   }
   return 0;
-}
-
-std::vector<std::string> seeds() {
-  std::vector<std::string> result = {"\xff", std::string("\xff\x01\x10\x05", 4),
-                                     std::string("\xff\x00\x01\x80\x07", 5),
-                                     std::string("\xff\x00\x00\x01\x01\x01", 6)};
-  for (const uint16_t lane :
-       {uint16_t{0}, uint16_t{1}, pycomm::tcp::kControl, pycomm::tcp::kCallBack}) {
-    const Hello first = hello(lane);
-    std::string input = {0, 63};
-    input.append(reinterpret_cast<const char*>(&first), sizeof first);
-    result.push_back(input);
-    result.push_back(input + std::string(32, '\x5a'));
-  }
-  for (char verdict = 1; verdict < 6; verdict++) {
-    std::string reply(40, '\0');
-    reply[0] = verdict;
-    reply[4] = static_cast<char>(pycomm::tcp::kWireVersion);
-    result.push_back(std::string("\x01\x27", 2) + reply);
-    result.push_back(std::string("\x01\x27\x01\x00\x00\x00", 6) + reply.substr(4) + reply);
-  }
-  return result;
 }

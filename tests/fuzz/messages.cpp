@@ -257,26 +257,3 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   pair.check_receives();
   return 0;
 }
-
-std::vector<std::string> seeds() {
-  const auto header = [](const Header& said) {
-    return std::string("\x06\x01", 2) +
-           std::string(reinterpret_cast<const char*>(&said), sizeof said);
-  };
-  std::vector<std::string> result = {
-      {"\x03\x02\x00\x02", 4},                  // a message, then its receive
-      {"\x00\x02\x03\x02", 4},                  // the other way round
-      {"\x00\x06\x07\x01", 4},                  // a long receive, and the bytes for its place
-      {"\x00\x06\x07\xff", 4},                  // and too many of them
-      {"\x02\x02\x02\x06\x02\x06", 6},          // sends, short and long
-      {"\x2c\xff\x00\x85", 4},                  // short messages up to the bound, and beyond
-      {"\x04\xff\x04\xff\x00\x80\x00\x80", 8},  // empty ones
-      {"\x05\x01\x02\x00\x02\x07\x01", 7},      // an offer, its receive, its bytes
-      {"\x05\x05\x00", 3},                      // a header of an unknown kind
-  };
-  for (const Kind kind : {Kind::eager, Kind::offer, Kind::ready, Kind::payload, Kind::credit}) {
-    result.push_back(header(header_of(kind, 0, 8, 1)) + std::string("\x00\x02\x02\x02", 4));
-    result.push_back(header(header_of(kind, 0, ~uint64_t{0}, 1)) + std::string("\x00\x02", 2));
-  }
-  return result;
-}

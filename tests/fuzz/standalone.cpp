@@ -2,7 +2,6 @@
 //
 //   fuzz_frames CORPUS... --seconds 600 --seed 1   the last line says how many inputs ran
 //   fuzz_frames FILE                               an input that failed, again
-//   fuzz_frames --write FOLDER                     the corpus
 //
 // An input that fails is written to fuzz-failure-<seed>.bin, and the sanitizer ends the process.
 #include <chrono>
@@ -11,6 +10,7 @@
 #include <fstream>
 #include <iterator>
 #include <random>
+#include <string>
 
 #include "tests/fuzz/target.h"
 
@@ -77,14 +77,6 @@ Input read(const std::filesystem::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-void write_corpus(const std::filesystem::path& folder) {
-  std::filesystem::create_directories(folder);
-  size_t number = 0;
-  for (const Input& input : seeds()) {
-    std::ofstream(folder / (std::to_string(number++) + ".bin"), std::ios::binary) << input;
-  }
-}
-
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -97,9 +89,6 @@ int main(int argc, char** argv) {
       seconds = std::atof(value());
     } else if (word == "--seed") {
       seed = std::strtoul(value(), nullptr, 10);
-    } else if (word == "--write") {
-      write_corpus(value());
-      return 0;
     } else if (std::filesystem::is_directory(word)) {
       for (const auto& entry : std::filesystem::directory_iterator(word)) {
         corpus.push_back(read(entry.path()));

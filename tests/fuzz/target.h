@@ -1,17 +1,12 @@
-// Fuzz target: the functions that each one defines beside LLVMFuzzerTestOneInput, which is
-// libFuzzer's entry and which standalone.cpp calls as well.
+// Fuzz target: LLVMFuzzerTestOneInput, which libFuzzer and standalone.cpp call, and what each needs.
 #pragma once
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
-#include <string>
 #include <vector>
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
-
-/// Valid inputs, from which mutation starts: the committed corpus.
-std::vector<std::string> seeds();
 
 /// A promise that an input has broken.
 inline void require(bool kept, const char* promise) {

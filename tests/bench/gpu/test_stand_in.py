@@ -6,6 +6,7 @@ compiled by g++; of tools that only a GPU has, compute-sanitizer alone is a scri
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -14,11 +15,8 @@ import pytest
 import torch
 
 from pycomm.bench.common import tables
-from pycomm.bench.figures.charts import timeline
-from pycomm.bench.figures.drawing import digest, picture_digest
 from pycomm.bench.gpu import __main__ as gpu
 from pycomm.bench.gpu import tasks
-from pycomm.bench.step.stages import STAGES
 from tests.torch.device import fake_device
 from tests.torch.interpreter import EXECUTABLE, ROOT
 
@@ -119,20 +117,14 @@ def test_the_contract_is_tested(rows):
 def test_kernels_run_under_the_sanitizer(rows, folder):
     (row,) = (row for row in rows if row["codec"] == "memcheck sign")
     assert row["contract"] == "3 passed"
-    trial, run = (folder / "calls").read_text().splitlines()
-    assert "torch.zeros(1, device='fakegpu')" in trial
+    (run,) = (folder / "calls").read_text().splitlines()
     assert run.startswith("--tool=memcheck --error-exitcode=86 --print-limit=20 ")
     assert "test_alignment_does_not_matter and nvrtc-fakegpu and sign" in run
 
 
-def test_the_trace_shows_the_stages_of_each_bucket(done, folder):
-    spans = table(folder, "trace")
-    stages = [span["stage"] for span in spans]
-    assert stages == [stage for stage in STAGES if stage != "reduce"]  # of the one bucket
-    times = [float(span[at]) for span in spans for at in ("begin", "end")]
-    assert times == sorted(times)
-    picture = folder / "results" / "trace-stand-in.png"
-    assert picture_digest(picture) == digest(timeline(spans))
+def test_the_trace_is_a_profile_of_a_step(done, folder):
+    events = json.loads((folder / "results" / "trace-stand-in.json").read_text())["traceEvents"]
+    assert "Optimizer.step#AdamW.step" in {event["name"] for event in events}
 
 
 def test_collectives_of_its_tensors_are_right(done, folder):

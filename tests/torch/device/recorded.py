@@ -31,7 +31,7 @@ from pycomm.codecs import convert, implementations
 from pycomm.codecs.cuda.launches import Launch
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
-from pycomm.reduction import paths, side_stream, two_shot
+from pycomm.reduction import paths, side_stream
 from pycomm.reduction.state import CompressionState
 from tests.torch.device import fake_device
 
@@ -136,35 +136,21 @@ class Profile:
             self._ours -= 1
 
 
-def change(change: str) -> None:
-    """Put back what the engine has left behind.
+def go_back() -> None:
+    """Put back what the engine has left behind since November 2026.
 
-    Args:
-        change: "wait": the host waits for the device once a bucket; "launches": each parameter has
-            launches of its own; "stream": reductions run on the caller's stream; "before": both of
-            these and residuals in bf16, as in November 2026; "": nothing.
+    Each parameter had launches of its own, reductions ran on the caller's stream, and residuals
+    were in bf16.
     """
-    if change == "wait":
-        reduce = two_shot.all_reduce
+    paths.KERNELS.__dict__["codecs"] = ()
+    side_stream.new_stream = torch.accelerator.current_stream
+    kept = Feedback.kept
 
-        def waiting(values: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-            result = reduce(values, *args, **options)
-            values[0].item()
-            return result
+    def of_then(self: Feedback, *args: Any) -> Feedback:
+        found = kept(self, *args)
+        return replace(found, storage="bf16") if found.storage == "int8" else found
 
-        two_shot.all_reduce = waiting
-    if change in ("launches", "before"):
-        paths.KERNELS.__dict__["codecs"] = ()
-    if change in ("stream", "before"):
-        side_stream.new_stream = torch.accelerator.current_stream
-    if change == "before":
-        kept = Feedback.kept
-
-        def of_then(self: Feedback, *args: Any) -> Feedback:
-            found = kept(self, *args)
-            return replace(found, storage="bf16") if found.storage == "int8" else found
-
-        Feedback.kept = of_then  # type: ignore[method-assign]
+    Feedback.kept = of_then  # type: ignore[method-assign]
 
 
 def main(
@@ -180,7 +166,7 @@ def main(
         codec: of the gradients; "coded sign" and "sgd sign": of the momentum of CodedAdamW, and
             of CodedSGD.
         buckets: of each bucket the shapes of its parameters.
-        changed: see `change`.
+        changed: "before": as in November 2026; "": nothing is.
         device: of the gradients; "cpu": only calls of Python are noted.
         carrier: "late": the host waits for an exchange, as Gloo's do, and pycomm's by the host
             where streams cannot be held; "ordered": the stream does, as NCCL's.
@@ -193,7 +179,8 @@ def main(
     # Stands in for the kernel of csrc/codecs/convert.cu.
     noted: Any = {FAKE: lambda c: note(1, c.x.nbytes + c.out.nbytes)}
     convert.select = lambda device: noted.get(device, convert.native)
-    change(changed)
+    if changed:
+        go_back()
     dist.Backend.register_backend(
         "standin", lambda store, rank, size, timeout: Wire(rank, size), devices=["cpu", FAKE]
     )

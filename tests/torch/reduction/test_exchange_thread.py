@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import signal
 import threading
@@ -19,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import backend
-from pycomm.bench.step.stages import BY_EXCHANGES, Stages
 from pycomm.policy.exchange import bytes_of
 from pycomm.reduction import own_group
 from pycomm.reduction.exchange_thread import ExchangeThread
@@ -202,27 +200,6 @@ def test_an_interpreter_may_end_while_a_bucket_travels():
     """A thread that comes back from C++ later would abort the process."""
     process = Interpreter("-c", ENDS, merged=True, finalized=True)
     assert process.wait(60) == 0, process.output()
-
-
-@on_ranks(2, backend="gloo")
-def test_a_trace_tells_the_stages_of_each_bucket(rank, ranks):
-    """A bucket is exchanged while hooks of later ones are called."""
-    stages = Stages(torch.device("cpu"))
-    with stages.noted():
-        model = wrapped()
-        pycomm.compress(model, "int4")
-        backward(model, rank)  # in one bucket
-        for step in range(4):
-            stages.begin()
-            backward(model, rank, step)
-            stages.end()
-            *spans, last = stages.spans()
-            assert last.stage == "optimizer"
-            assert all(span.begin <= span.end for span in spans)
-            buckets = [list(of) for _, of in itertools.groupby(spans, lambda span: span.bucket)]
-            assert len(buckets) > 1
-            for of in buckets:
-                assert [span.stage for span in of] == ["compute", *BY_EXCHANGES[2]]
 
 
 @on_ranks(2)
