@@ -130,7 +130,7 @@ class Plan:
     def agree(self, device: torch.device) -> None:
         """Check that all ranks have decided alike, and log the decisions once; collective.
 
-        Decisions that were checked before are not checked again. See `pycomm.policy.agree`.
+        Decisions that were checked before are not checked again. See `agreement.agree`.
 
         Args:
             device: a device whose tensors the group moves.

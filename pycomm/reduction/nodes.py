@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import backend
-from pycomm.arguments import whole as whole_number
 from pycomm.codecs.convert import convert
-from pycomm.errors import WireMismatch
 from pycomm.policy.exchange import gather_json, host
 from pycomm.reduction import own_group, two_shot
 from pycomm.reduction.bucket import Bucket, BucketPiece
@@ -212,9 +210,7 @@ class Nodes:
         found_inf.copy_(rows[:, most].amax(0, keepdim=True))
 
 
-def find_levels(
-    group: dist.ProcessGroup, given: Sequence[int] | None, device: torch.device
-) -> list[int] | None:
+def find_levels(group: dist.ProcessGroup, device: torch.device) -> list[int] | None:
     """Return the number of each rank's node; None: a flat all-reduce sends as little; collective.
 
     A node is the ranks with one PYCOMM_HOST_ID, else with one hostname, on one boot of a machine.
@@ -222,37 +218,16 @@ def find_levels(
 
     Args:
         group: the ranks that reduce.
-        given: the node of each rank, any integers, equal on all ranks; None: as above.
         device: a device whose tensors the group moves.
-
-    Raises:
-        ValueError: `given` is no list of an integer for each rank.
-        WireMismatch: ranks were given different nodes; raised on all ranks.
     """
     from pycomm import _C
 
-    refusal, numbers = "", None
-    try:
-        numbers = None if given is None else [whole_number("nodes", each) for each in given]
-        if numbers is not None and len(numbers) != group.size():
-            raise ValueError(f"nodes= has {len(numbers)} numbers, for {group.size()} ranks")
-    except (TypeError, ValueError) as error:
-        refusal = f"{error}: give the number of the node of each rank, in rank order"
     options = _C.env()
     name = f"{host()}/{options['host_id'] or socket.gethostname()}"
-    said = gather_json([refusal, numbers, name, options["algo"] == "flat"], group, device)
-    if refusal:
-        raise ValueError(f"rank {group.rank()}: {refusal}")
-    for rank, (why, theirs, *_) in enumerate(said):
-        if why or theirs != said[0][1]:
-            here = why or f"nodes={theirs}, where rank 0 has {said[0][1]}"
-            raise WireMismatch(
-                f"rank {rank} was given other nodes: {here}; give all ranks the same"
-            )
-    names = [name for *_, name, _ in said] if numbers is None else numbers
+    said = gather_json([name, options["algo"] == "flat"], group, device)
+    names = [name for name, _ in said]
     levels = [list(dict.fromkeys(names)).index(name) for name in names]
-    count = max(levels) + 1
-    if any(flat for *_, flat in said) or not 1 < count < group.size():
+    if any(flat for _, flat in said) or not 1 < max(levels) + 1 < group.size():
         return None
     return levels
 

@@ -22,7 +22,7 @@ from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.residual import ALL, Spans
 from pycomm.feedback.rule import EXACT
-from pycomm.log import tell, warn_once
+from pycomm.log import tell
 from pycomm.policy import (
     CODED,
     Parameter,
@@ -110,21 +110,14 @@ class BucketReducer:
         """Return how often the group's members have been set; 0: it keeps its members."""
         return getattr(backend.find(self.process_group), "formed", 0)
 
-    def find_nodes(self, device: torch.device, given: Sequence[int] | None = None) -> None:
-        """Let hooks all-reduce by nodes, unless the backend does it; collective.
-
-        Args:
-            device: where the values are.
-            given: number of the node of each rank; see `pycomm.compress`.
-        """
+    def find_nodes(self, device: torch.device) -> None:
+        """Let hooks all-reduce values of a device by nodes, unless the backend does it; collective."""
         group = self.process_group
         if group.size() == 1 or self.formed_with:
             return
         if device.type == "cpu" and backend.find(group):
-            if given is not None and group.rank() == 0:
-                warn_once("nodes= has no effect here: the backend pycomm finds nodes by itself")
             return
-        levels = find_levels(group, given, device)
+        levels = find_levels(group, device)
         if not levels:
             return
         if self._kind == "momentum":

@@ -25,10 +25,6 @@ REFUSALS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "alone (torch.cuda.make_graphed_callables)",
             "capture the model alone",
         ),
-        "`nodes=`, but for DDP": (
-            "nodes= is for DistributedDataParallel: leave it out",
-            "",
-        ),
     },
     DDP: {
         "another communication hook": (

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,6 +27,7 @@ import pycomm
 from pycomm.codecs import Codec, RandomKey, register
 from pycomm.feedback import Residuals
 from pycomm.policy import Decision, Parameter
+from pycomm.reduction import nodes as by_nodes
 from pycomm.reduction.bucket import Bucket
 from tests.torch.pool import Pool, on_ranks
 
@@ -283,6 +285,14 @@ def compressed(
     """Return a model of chosen gradients in DDP, which has several buckets, and its state."""
     model = DistributedDataParallel(Chosen(), **{"bucket_cap_mb": 0.02, **options})
     return model, pycomm.compress(model, spec, feedback=feedback)
+
+
+def compressed_on(nodes: Sequence[int] | None, model: Any, *args: Any, **options: Any) -> Any:
+    """Compress a model on ranks of which those with one number are of one node; None: of one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if nodes is not None:
+            patch.setattr(by_nodes, "host", lambda: f"node {nodes[dist.get_rank()]}")
+        return pycomm.compress(model, *args, **options)
 
 
 def lost(
