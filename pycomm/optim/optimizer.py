@@ -19,9 +19,7 @@ from pycomm.compression import attach
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState
-from pycomm.hooks.ddp_momentum import DDPMomenta
-from pycomm.hooks.fsdp import compress_shards
-from pycomm.hooks.fsdp_momentum import ShardedMomenta, check_averages
+from pycomm.hooks.fsdp import check_averages, compress_shards
 from pycomm.hooks.momentum import Momenta
 from pycomm.momentum.moment import FLOAT32_STATES, CodedMoment, local
 from pycomm.optim.settings import (
@@ -88,8 +86,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         with_scaler = "with" if scaler is not None else "without"
         lines = [f"{name}, refresh={refresh}, {with_scaler} a GradScaler"]
         agree_on_options(lines + self._checks.terms(self.param_groups), *groups)
-        kind = DDPMomenta if wrapped else ShardedMomenta
-        self.momenta: Momenta = kind(self._moment, self._find, self._unit, refresh)
+        self.momenta = Momenta(self._moment, self._find, self._unit, refresh)
         """What travels in place of the gradients."""
         given: dict[str, Any] = {"feedback": rule, "seed": seed, "transform": self.momenta}
         if wrapped:
@@ -236,7 +233,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             ValueError: the model is in `fully_shard` or `replicate`.
         """
-        if not isinstance(self.momenta, DDPMomenta):
+        if self.compression.adapter.early:
             raise ValueError(refused(MOMENTA, "survivors that adopt a state, but in DDP"))
         typed("previous", previous, type(self))
         group = self.compression.process_group

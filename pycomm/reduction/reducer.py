@@ -111,7 +111,7 @@ class BucketReducer:
         return getattr(backend.find(self.process_group), "formed", 0)
 
     def find_nodes(self, device: torch.device) -> None:
-        """Let hooks all-reduce values of a device by nodes, unless the backend does it; collective."""
+        """Let hooks reduce values of a device by nodes, unless the backend does it; collective."""
         group = self.process_group
         if group.size() == 1 or self.formed_with:
             return
@@ -278,11 +278,11 @@ class BucketReducer:
             for place, part in zip(places, parts, strict=True):
                 place.copy_(part)
 
-        exchange, future = self.exchanges.start(tensor, taken, put_back, seed=self.seed)
+        exchange = self.exchanges.start(tensor, taken, put_back, seed=self.seed)
         self.step.checks.append(lambda: exchange.finite)
         if probe is None:
-            return future
-        return future.then(lambda done: probe.finish(done.value()))
+            return exchange.future
+        return exchange.future.then(lambda done: probe.finish(done.value()))
 
     def _reduce_coded(
         self, tensor: torch.Tensor, bucket: Bucket

@@ -12,7 +12,7 @@ import pycomm
 from pycomm.feedback import Feedback, Residual, storage
 from pycomm.momentum.job import Job
 from pycomm.momentum.kernels import Kernels
-from pycomm.momentum.moment import AdamWMoment, SGDMoment
+from pycomm.momentum.moment import AdamWMoment, CodedMoment, SGDMoment
 from pycomm.momentum.passes import Passes
 from pycomm.momentum.table import Table
 from pycomm.reduction.bucket import BucketPiece
@@ -139,14 +139,15 @@ class ByPasses(Followed):
 
     def __init__(self, kernels: Kernels, *args: Any) -> None:
         super().__init__(*args)
-        self.passes = Passes(kernels)
-        self.all = []
+        moments: dict[str, CodedMoment] = {}
+        self.passes = Passes(kernels, moments)
         for i in range(len(SHAPES)):
             whole = torch.nn.Parameter(self.given[i])
             where = {"shard": self.shard, "shards": self.shards}
             moment = KINDS[self.kind](whole, self.group, {}, self.codec, **where)
             moment.parameter = torch.nn.Parameter(self.own(i).clone())
-            self.all.append(moment)
+            moments[str(i)] = moment
+        self.all = list(moments.values())
 
     def moments(self) -> list[torch.Tensor]:
         keys = (self.all[0].key, "row", "column", "heard", "moment_weight", "coding_error")
@@ -161,7 +162,7 @@ class ByPasses(Followed):
     ) -> torch.Tensor:
         for moment in self.all:
             moment.begin()
-        self.passes.refresh(self.all)
+        self.passes.refresh()
         pieces = [
             (moment, BucketPiece("", sum(self.sizes[:i]), n, moment.codec, 0, self.kept[i][0]))
             for i, (moment, n) in enumerate(zip(self.all, self.sizes, strict=True))
@@ -189,11 +190,11 @@ class ByPasses(Followed):
     def finish(self, gradients: Sequence[torch.Tensor], *, travels: bool) -> None:
         for moment, gradient in zip(self.all, gradients, strict=True):
             moment.parameter.grad = gradient.clone()
-        sums = self.passes.sums_of(self.all)
-        self.passes.collect(self.all, sums)
+        sums = self.passes.room_for_sums()
+        self.passes.collect(sums)
         self.sums = [sums.clone()]
-        self.passes.commit(self.all, RANKS * sums if travels else None, RANKS, lambda one: True)
-        self.passes.move(self.all, self.all, 0.1, 0.01)
+        self.passes.commit(RANKS * sums if travels else None, RANKS)
+        self.passes.move(self.all, 0.1, 0.01)
 
 
 class ByDefinition(Followed):
