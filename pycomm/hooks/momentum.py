@@ -386,30 +386,7 @@ class Momenta:
         """
         if self.moments and torch._C._current_graph_task_id() == -1:
             raise Error(f"rank {self.state.process_group.rank()}: {refused(MOMENTA, '`Join`')}")
-        # Matrices have the rows and columns of the parameter's indices, also if a channels_last
-        # model has another order in memory: so have second moments and residuals, which are saved.
-        parameters = bucket.parameters()
-        for parameter in parameters:  # in most models there is none
-            if not parameter.is_contiguous() and _is_strided(parameter):
-                break
-        else:
-            return self.state.adapter.reduce_bucket(self.state, bucket)
-        strided = [
-            (gradient, gradient.as_strided(parameter.shape, parameter.stride()))
-            for gradient, parameter in zip(bucket.gradients(), parameters, strict=True)
-            if _is_strided(parameter)
-        ]
-        for gradient, as_it_lies in strided:
-            gradient.copy_(as_it_lies.clone())
-        future = self.state.adapter.reduce_bucket(self.state, bucket)
-
-        def restore(done: Future) -> torch.Tensor:
-            result = done.value()
-            for gradient, as_it_lies in strided:
-                as_it_lies.copy_(gradient.clone())
-            return result
-
-        return future.then(restore)
+        return self.state.adapter.reduce_bucket(self.state, bucket)
 
     def reduce(self, tensor: torch.Tensor, names: Sequence[str]) -> Future:
         """Average a bucket: gradients of exact parameters, and the momentum of the others.
@@ -601,19 +578,3 @@ class Momenta:
 def _is_filled(moment: CodedMoment) -> bool:
     gradient = moment.parameter.grad
     return gradient is not None and bool(local(gradient).any())
-
-
-def _is_strided(parameter: torch.Tensor) -> bool:
-    """Return whether DDP's buckets have a parameter's gradient in another order than its indices.
-
-    They have the order of its memory if that is without gaps. `GradBucket.gradients()` shows it as
-    if it were that of the indices.
-    """
-    if parameter.is_contiguous():
-        return False
-    extent = 1
-    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
-        if size != 1 and stride != extent:
-            return False
-        extent *= size
-    return True

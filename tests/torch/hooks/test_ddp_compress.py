@@ -350,6 +350,21 @@ def test_complex_parameters(rank, size, options):
     return values(model)
 
 
+@on_ranks(2, then=all_equal)
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+def test_gradients_in_another_memory_format_are_those_of_contiguous_ones(rank, size, codec):
+    """What is coded in the order of memory has other blocks, and the same sums."""
+    shapes, found = {"filters": (64, 8, 3, 3)}, []
+    for layout in (torch.channels_last, torch.contiguous_format):
+        model = DistributedDataParallel(Chosen(shapes).to(memory_format=layout))
+        pycomm.compress(model, codec)
+        for step in range(3):
+            found.append(reduced(model, gradients(rank, step, shapes=shapes))["filters"])
+    for one, other in zip(found[:3], found[3:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0 if codec == "fp32" else 0.1)
+    return [one.contiguous() for one in found]
+
+
 # ------------------------------------------------------------------------------------------ complex
 # Complex parameters are reduced exactly, as two reals each, by every wrapper and backend.
 
