@@ -36,9 +36,6 @@ class Cut:
         first, rest = (self.shape or (1,))[0], torch.Size(self.shape[1:]).numel()
         return -(-first // self.ranks) * rest
 
-    def among(self, ranks: int) -> Cut:
-        return Cut(self.shape, ranks)
-
 
 def sources(before: int, rank: int, ranks: int) -> list[int]:
     """Return the ranks, of `before`, whose residuals rank `rank` of `ranks` takes over.
@@ -89,7 +86,7 @@ def _check_cut(name: str, numel: int, rows: int, before: int, cut: Cut | None) -
     reason = ""
     if cut is None:
         reason = "not all of these ranks have whole rows of it"
-    elif (numel, rows) != (cut.among(before).numel(), before):
+    elif (numel, rows) != (Cut(cut.shape, before).numel(), before):
         reason = f"it had {rows} x {numel} values, not those of a parameter of {list(cut.shape)}"
     if reason:
         raise ValueError(

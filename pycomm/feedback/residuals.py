@@ -144,11 +144,12 @@ class Residuals:
 
     def drop(self, name: str) -> None:
         """Remove a residual that a payload without error has sent; momentum stays."""
-        found = self._residuals.pop(name)
-        if found.momentum is not None:
-            kept = Residual(found.rule, found.numel, found.device, rows=found.rows, error=False)
-            kept.momentum, kept.side, kept.last_step = found.momentum, found.side, found.last_step
-            self._residuals[name] = kept
+        found = self._residuals[name]
+        if found.momentum is None:
+            del self._residuals[name]
+            return
+        found.worker = found.owner = None
+        found.layouts = ["", ""]
 
     def forget(self, name: str) -> None:
         """Remove all buffers of a parameter, for example because its shape has changed."""

@@ -271,10 +271,7 @@ def compress_hook(
     Raises:
         Error: the group's all_reduce failed.
     """
-    if state.transform is not None:
-        future = state.transform.reduce_bucket(bucket)
-    else:
-        future = state.adapter.reduce_bucket(state, bucket)
+    future = state.adapter.reduce_bucket(state, bucket)
     if not future.done():
         backend.wait_after_backward(future, state.process_group)
     return future

@@ -23,7 +23,6 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
 
 from pycomm.codecs import Codec
 from pycomm.codecs import codec as parse_codec
@@ -295,8 +294,14 @@ class Momenta:
 
     # ------------------------------------------------------------------ steps
 
-    def before_step(self) -> None:
-        """A step is to begin, maybe after gradients that were thrown away; nothing has changed."""
+    def before_step(self, *, absent: bool) -> None:
+        """A step is to begin, maybe after gradients that were thrown away; nothing has changed.
+
+        Raises:
+            Error: this rank has no data in it; or gradients still hold momentum.
+        """
+        if absent and self.moments:
+            raise Error(f"rank {self.state.process_group.rank()}: {refused(MOMENTA, '`Join`')}")
         if self._unused and self._has_momentum():
             why = refused(MOMENTA, "two synchronized backwards before a step")
             raise Error(f"rank {self.state.process_group.rank()}: {why}")
@@ -377,16 +382,6 @@ class Momenta:
     def _exchanges_sums(self) -> bool:
         """Whether second moments travel in this step."""
         return self.steps < self._refresh or self.steps % self._refresh == 0
-
-    def reduce_bucket(self, bucket: GradBucket) -> Future:
-        """Average a bucket of DDP in place; see `Adapter.reduce_bucket`.
-
-        Raises:
-            Error: Join shadows this rank, which has no data in this step.
-        """
-        if self.moments and torch._C._current_graph_task_id() == -1:
-            raise Error(f"rank {self.state.process_group.rank()}: {refused(MOMENTA, '`Join`')}")
-        return self.state.adapter.reduce_bucket(self.state, bucket)
 
     def reduce(self, tensor: torch.Tensor, names: Sequence[str]) -> Future:
         """Average a bucket: gradients of exact parameters, and the momentum of the others.

@@ -37,14 +37,6 @@ _CHANGE = 1.25  # of a watch's median, up or down, twice in a row: candidates ar
 _RAREST = 16  # largest multiple of Trial.again
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A codec's text, and the bytes of all payloads of one step with it."""
-
-    name: str
-    bytes: int
-
-
 @dataclass(frozen=True, kw_only=True)
 class Trial:
     """Options of the trials of candidates."""
@@ -72,14 +64,15 @@ class Auto:
     `judge` decides, from the times that all ranks have exchanged.
 
     Args:
-        candidates: candidates in any order, with payloads of different sizes.
+        candidates: text of each candidate, and the bytes of all payloads of a step with it, which
+            differ.
         trial: options of the trials.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], trial: Trial) -> None:
+    def __init__(self, candidates: Mapping[str, int], trial: Trial) -> None:
         if not candidates:
             raise ValueError("auto: no candidate is accurate enough: give a larger error=")
-        self.candidates = sorted(candidates, key=lambda c: c.bytes)
+        self.candidates = sorted(candidates, key=candidates.__getitem__)
         self.trial = trial
         self.reason = TRYING
         self._at = 0
@@ -114,7 +107,7 @@ class Auto:
     @property
     def codec(self) -> str:
         """Text of the current candidate."""
-        return self.candidates[self._at].name
+        return self.candidates[self._at]
 
     @property
     def settled(self) -> bool:
@@ -226,7 +219,7 @@ class Auto:
         self._since = 0
         self._usual = None
         times = {i: median(blocks.values()) for i, blocks in enumerate(self._blocks) if blocks}
-        measured = ", ".join(f"{self.candidates[i].name} {t:.3g} s" for i, t in times.items())
+        measured = ", ".join(f"{self.candidates[i]} {t:.3g} s" for i, t in times.items())
         self.reason = f"auto, by time of a step: {measured}"
 
     # ------------------------------------------------------------------ afterwards
@@ -244,15 +237,14 @@ class Auto:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the choice, if it was made, to checkpoint."""
-        name = None if self._chosen is None else self.candidates[self._chosen].name
+        name = None if self._chosen is None else self.candidates[self._chosen]
         return {"chosen": name, "since": self._since, "again": self._again}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a choice; one that is no candidate here is ignored, and trials begin anew."""
-        names = [c.name for c in self.candidates]
-        if state["chosen"] not in names:
+        if state["chosen"] not in self.candidates:
             return
-        self._at = self._chosen = names.index(str(state["chosen"]))
+        self._at = self._chosen = self.candidates.index(state["chosen"])
         self._trying = self._changed = False
         self._since = state["since"]
         self._again = state["again"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from pycomm.codecs import Codec, short_text
 from pycomm.codecs import codec as parse_codec
-from pycomm.policy.auto import TRYING, Auto, Candidate
+from pycomm.policy.auto import TRYING, Auto
 from pycomm.policy.quality import bits, reduced_error
 from pycomm.policy.rules import Policy
 
@@ -74,7 +74,7 @@ class Fastest:
         """
         if self._auto is None:
             by_size = {sizes(codec): text for text, codec in self._codecs.items()}
-            candidates = [Candidate(text, size) for size, text in by_size.items()]
+            candidates = {text: size for size, text in by_size.items()}
             self._auto = Auto(candidates, self._trial)
             if self._saved is not None:
                 self._auto.load_state_dict(self._saved)

@@ -22,7 +22,7 @@ from pycomm import monitor
 from pycomm.codecs import Codec, short_text
 from pycomm.codecs import codec as parse_codec
 from pycomm.log import logger, tell
-from pycomm.policy.agreement import agree, agree_on_options, summary
+from pycomm.policy.agreement import agree, agree_on_options, grouped, summary
 from pycomm.policy.auto import TRYING
 from pycomm.policy.checks import Checks
 from pycomm.policy.codec_selection import Fastest
@@ -280,10 +280,7 @@ class Plan:
 
     def report(self) -> monitor.MonitorReport:
         """Return the report for `pycomm.monitor`; without collectives, and from any thread."""
-        groups: dict[tuple[str, str], list[Decision]] = {}
         decisions = self._shown()
-        for decision in decisions:
-            groups.setdefault((decision.form, decision.reason), []).append(decision)
         found = list(self.qualities.values())
         payload, plain = _bytes(decisions)
         return monitor.MonitorReport(
@@ -306,7 +303,7 @@ class Plan:
                     values=sum(d.parameter.numel for d in members),
                     payload_bytes=_bytes(members)[0],
                 )
-                for (spec, reason), members in groups.items()
+                for (spec, reason), members in grouped(decisions).items()
             ),
             events=tuple(self.events),
         )

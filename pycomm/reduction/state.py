@@ -481,7 +481,7 @@ class CompressionState:
         """
         self._check_capture()
         if self.transform is not None:
-            self.transform.before_step()
+            self.transform.before_step(absent=absent)
         if self.stays_because:
             self.follow_members()  # raises if they have changed
         reducer, before = self.reducer, self.reducer.step
