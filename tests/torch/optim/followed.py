@@ -12,7 +12,7 @@ import pycomm
 from pycomm.feedback import Feedback, Residual, storage
 from pycomm.momentum.job import Job
 from pycomm.momentum.kernels import Kernels
-from pycomm.momentum.moment import AdamWMoment, CodedMoment, SGDMoment
+from pycomm.momentum.moment import CodedMoment, SGDMoment
 from pycomm.momentum.passes import Passes
 from pycomm.momentum.table import Table
 from pycomm.reduction.bucket import BucketPiece
@@ -21,7 +21,7 @@ from tests.torch.optim.plain_moment import PlainMoment
 SHAPES = [(1, 1), (3, 5), (64, 16), (65, 33), (7, 600), (300, 31), (129, 515)]
 RANKS, STEPS = 3, 9
 GROUPS = {"adamw": {"betas": (0.9, 0.95), "eps": 1e-8}, "sgd": {"momentum": 0.9}}
-KINDS = {"adamw": AdamWMoment, "sgd": SGDMoment}
+KINDS = {"adamw": CodedMoment, "sgd": SGDMoment}
 # Steps in which nothing is divided, sums do not travel, gradients are far above the bound, they are
 # clipped after the backward, and sums are not finite.
 WHOLE, ALONE, HUGE, CLIPPED, WRONG = 1, (2, 3, 6), 4, 5, 6
