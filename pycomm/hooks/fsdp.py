@@ -100,8 +100,6 @@ class FSDPHooks:
 
     def __init__(self, state: CompressionState, units: Sequence[Unit]) -> None:
         self.state, self._reducer = state, state.reducer
-        self._backward: int | None = None  # number of the running backward
-        self._reduced: set[str] = set()  # in this step
         if state.transform is None:
             self._reducer.find_nodes(self._reducer.device)
         self._tensor_of: dict[str, Callable[[], torch.Tensor]] = {
@@ -133,21 +131,16 @@ class FSDPHooks:
     def enter(self, names: Sequence[str]) -> None:
         """Begin a step if these are the first parameters of a backward, or recur in it."""
         self._enter(names)
-        backward = torch._C._current_graph_task_id()
-        if backward == self._backward and self._reduced.isdisjoint(names):
-            self._reduced.update(names)
-            return
-        if backward == self._backward:
-            self.state.end_step()
-        else:
+        backward, step = torch._C._current_graph_task_id(), self._reducer.step
+        if backward != step.backward:
             # Runs at the end of this backward, like torch's own hooks.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self._backward, self._reduced = backward, set(names)
-        self._begin_step()
-
-    def _end_backward(self) -> None:
-        self.state.end_step()
-        self._backward = None
+            torch.autograd.Variable._execution_engine.queue_callback(self.state.end_step)
+            self._begin_step()
+        elif not step.entered.isdisjoint(names):
+            self.state.end_step()
+            self._begin_step()
+        self._reducer.step.backward = backward
+        self._reducer.step.entered.update(names)
 
     def wait(self, wait: Callable[[], object], *, later: bool) -> None:
         """Wait for a result, or when backward ends, if it is not needed before."""

@@ -84,7 +84,6 @@ class MegatronHooks:
 
     def __init__(self, state: CompressionState, groups: Any, names: dict[Any, str]) -> None:
         self.state = state
-        self._started: set[_BucketGroup] = set()
         self._groups = [_BucketGroup(self, group, names) for group in groups]
         for group in self._groups:
             replace(group.theirs, "start_grad_sync", group.start)
@@ -92,24 +91,20 @@ class MegatronHooks:
 
     def start(self, group: _BucketGroup) -> None:
         """Open a step for the buckets of a group."""
-        if group in self._started:  # a group reduces again before the others have begun
-            self._close_step()
-        if not self.state.is_open:
-            self.state.begin_step()
-        self._started.add(group)
+        state = self.state
+        if state.is_open and group in state.reducer.step.entered:
+            state.end_step()  # a group reduces again before the others have begun
+        if not state.is_open:
+            state.begin_step()
+        state.reducer.step.entered.add(group)
 
     def finish(self, group: _BucketGroup) -> None:
         """Wait for a group's gradients; all end with the last group, as PowerSGD needs it."""
-        if len(self._started) == len(self._groups):
-            self._close_step()
+        if self.state.is_open and len(self.state.reducer.step.entered) == len(self._groups):
+            self.state.end_step()
         if not self.state.is_open:
             for each in self._groups:
                 each.complete()
-
-    def _close_step(self) -> None:
-        if self.state.is_open:
-            self.state.end_step()
-        self._started.clear()
 
 
 class _BucketGroup:

@@ -24,7 +24,6 @@ import pycomm
 from pycomm import backend
 from pycomm.errors import Error
 from pycomm.hooks import fsdp_seams
-from pycomm.hooks.fsdp import FSDPHooks
 from pycomm.policy import Policy
 from tests.torch import harness
 from tests.torch.harness import (
@@ -270,11 +269,11 @@ def test_post_accumulate_hooks_and_broken_backwards(rank, size, shape):
     def fail(*_: object) -> None:
         raise RuntimeError("broken off")
 
-    before, end = residuals_of(state.state_dict()), FSDPHooks._end_backward
-    FSDPHooks._end_backward = fail
+    before, end = residuals_of(state.state_dict()), state.end_step
+    state.end_step = fail
     with pytest.raises(RuntimeError, match="broken off"):
         reduced(model, gradients(rank, 9))
-    FSDPHooks._end_backward = end
+    state.end_step = end
     assert equal(before, residuals_of(state.state_dict()))
     assert equal(*(reduced(m, gradients(rank, 2)) for m in (model, calm)))
 
