@@ -48,21 +48,17 @@ def make(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def make_part(
     group: dist.ProcessGroup, members: Sequence[int], *, backend: str | None = None
-) -> dist.ProcessGroup | None:
-    """Return a new group of some ranks of a group; None: there are fewer than two.
+) -> dist.ProcessGroup:
+    """Return a new group of some ranks of a group.
 
-    All ranks of `group` call it together, each for the ranks that it is among, or for none.
+    All ranks of `group` call it together, each for the ranks that it is among.
 
     Args:
         group: a group of these ranks.
         members: their numbers in `group`, ascending.
         backend: name of the new group's backend; None: as the default group's.
     """
-    number = _number(group)
-    if len(members) < 2:
-        _count(f"no group {len(c10d._world.pg_names)}")
-        return None
-    return _make(group, members, backend, number)
+    return _make(group, members, backend, _number(group))
 
 
 def _number(group: dist.ProcessGroup) -> int:

@@ -122,7 +122,7 @@ class BucketReducer:
             return
         if self._kind == "momentum":
             why = "momentum is of what each rank sends: residual or decay goes by nodes"
-        elif self.layout.rows > 1 and len(set(Counter(levels).values())) > 1:
+        elif len(set(Counter(levels).values())) > 1:
             why = "nodes have unequal numbers of ranks: equal ones go by nodes"
         else:
             self.nodes = Nodes(group, levels, device)
