@@ -86,12 +86,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
 
 
-def near(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    """Return whether values are equal but for a few roundings, as those of two AdamWs."""
-    pairs = zip(a, b, strict=True)
-    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in pairs)
-
-
 def same_as_gloo(pool: Pool, function: Callable[..., Any], *args: Any, ranks: int = 2) -> list[Any]:
     """Run a function on both backends, compare what every rank returns, and return it."""
     ours, theirs = (
