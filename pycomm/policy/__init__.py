@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from pycomm.policy.agreement import agree_on_options as agree_on_options
 from pycomm.policy.agreement import refused_together as refused_together
-from pycomm.policy.auto import Trial as Trial
 from pycomm.policy.guard import Guard as Guard
 from pycomm.policy.plan import Plan as Plan
 from pycomm.policy.rules import AUTO as AUTO
