@@ -173,7 +173,7 @@ class CompressionState:
         self.settle()
         of = Policy.of if self.transform is None else self.transform.policy_of
         with refused_together(self.process_group):
-            self.reducer.plan = self.plan.followed_by(of(codec), self.reducer.device)
+            self.plan.follow(of(codec), self.reducer.device)
         self.reducer.forget_buckets()
 
     def _check_idle(self) -> None:
@@ -392,9 +392,8 @@ class CompressionState:
         self._load_common(about, factors)
         self.adapter.loaded({})
         self.plan.step = self.step
-        self.reducer.plan = self.plan.followed_by(
-            self.plan.policy, self.reducer.device, saved=self.plan.state_dict()
-        )
+        saved = self.plan.state_dict()
+        self.plan.follow(self.plan.policy, self.reducer.device, saved=saved)
         if self.residuals:
             if not members.in_place(standings):
                 own = reshard([own], before, ranks)
