@@ -417,10 +417,8 @@ class BucketReducer:
             return
         swapped = side.settle()
         self.plan.overflows += side.hear()
-        if self.residuals:
-            if swapped:
-                self.residuals.swap(side.names)
-            self.residuals.set_step(side.names, side.last_finite)
+        if self.residuals and swapped:
+            self.residuals.swap(side.names)
         if self.plan.overflows > before:
             self.check_operations()
 

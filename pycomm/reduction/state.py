@@ -188,11 +188,6 @@ class CompressionState:
         self.settle(last=False)
         return self.reducer.factors.norms(self.residuals) if self.residuals else {}
 
-    def residual_ages(self) -> dict[str, int]:
-        """Return the number of steps that each residual has waited; see `Residuals.ages`."""
-        self.settle(last=False)
-        return self.residuals.ages(self.step) if self.residuals else {}
-
     def state_dict(self) -> dict[str, Any]:
         """Return the state to checkpoint; between two steps. Every rank saves its own.
 
@@ -598,9 +593,9 @@ class CompressionState:
         """Commit the last step as if it were finite, and let the device keep account."""
         side, step = self.reducer.side, self.reducer.step
         assert side is not None
-        side.defer(step.number, set(step.pieces))
+        side.defer(set(step.pieces))
         if self.residuals:
-            self.residuals.swap(side.names)
+            self.residuals.commit(side.names, step.number)
         step.end(finite=True, committed=True)
         self.plan.overflows += side.hear()
         self.reducer.check_operations()

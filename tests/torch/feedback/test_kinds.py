@@ -182,7 +182,6 @@ def test_other_owners_change_nothing_of_what_is_owed():
     residual.use("elsewhere", 3)
     residual.commit(7)
     assert not residual.current("owner").any()
-    assert residuals.ages(9) == {"a": 2}
 
 
 @pytest.mark.parametrize("rule", ["residual", "decay:0.9", "momentum:0.9"])
