@@ -74,7 +74,9 @@ def reshard(
         about = (*form, RESHARDED, last_step)
         moved = _moved(entries, before, ranks)
         if cut is not None:
-            moved = {role: _recut(values, cut) for role, values in moved.items()}
+            # In shards of another size, in the same order, padded with zeros.
+            total, size = torch.Size(cut.shape).numel(), cut.ranks * cut.numel()
+            moved = {role: F.pad(x[:total], (0, size - total)) for role, x in moved.items()}
         if "worker" in moved and about[1] == 1:
             moved["owner"] = torch.zeros_like(moved["worker"])
         spans = {role: (0, about[0]) for role in moved}
@@ -122,11 +124,3 @@ def _load(stored: torch.Tensor, numel: int, rows: int, span: Span) -> torch.Tens
     parts = [storage.part(stored, held, row, 0, held) for row in range(rows)]
     loaded = [F.pad(storage.load(part, held), (begin, numel - end)) for part in parts]
     return torch.cat(loaded)
-
-
-def _recut(values: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Redistribute values over shards of another size in the same order, padded with zeros."""
-    total = torch.Size(cut.shape).numel()
-    recut = values.new_zeros(cut.ranks * cut.numel())
-    recut[:total] = values[:total]
-    return recut
