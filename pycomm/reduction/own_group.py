@@ -114,13 +114,6 @@ def close(group: dist.ProcessGroup) -> None:
         return  # destroy_process_group() has closed all groups
     name = c10d._world.pg_names[group]
     dist.destroy_process_group(group)
-    _count(name)
-
-
-def _count(name: str) -> None:
-    """Put an empty group among those that torch counts.
-
-    Until 2.13 torch names a user's group of some ranks by the number of groups that are there,
-    which must be equal on all of them.
-    """
+    # Until 2.13 torch names a user's group of some ranks by the number of groups that are there,
+    # which must be equal on all of them.
     c10d._world.pg_names[dist.ProcessGroup(HashStore(), 0, 1)] = c10d.GroupName(name)
