@@ -57,8 +57,8 @@ class Nodes:
         # pycomm's.
         mixed = backend.find(group) is not None and backend.find(group, device) is None
         carrier = f"cpu:pycomm,{device.type}:pycomm" if mixed else None
-        self._node = own_group.make_part(group, ours)
-        self._across = own_group.make_part(group, across, backend=carrier)
+        self._node = own_group.make(group, ours)
+        self._across = own_group.make(group, across, backend=carrier)
         for made in (self._node, self._across):
             weakref.finalize(self, own_group.close, made).atexit = False
 

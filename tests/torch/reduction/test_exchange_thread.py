@@ -258,7 +258,7 @@ def test_parts_that_have_made_other_groups_make_one(rank, ranks):
     made = []
     for parts in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]):
         (ours,) = (part for part in parts if rank in part)
-        made.append(own_group.make_part(dist.group.WORLD, ours))
+        made.append(own_group.make(dist.group.WORLD, ours))
     if rank < 2:
         half = dist.new_group([0, 1], use_local_synchronization=True)
         made.append(own_group.make(half))
