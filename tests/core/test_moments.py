@@ -67,7 +67,7 @@ def test_shards_add_to_the_same_sums_in_order():
         moment.begin()
         table = Table(CPU, [(moment, piece)], None, *bucket.shape)
         how: dict[str, Any] = {"unit": 1.0, "ranks": 1, "looks": True, "divides": True}
-        Job(Passes(CPU), table, bucket, **how).encode(scale=lambda new: None)
+        Job(Passes(CPU, {"": moment}), table, bucket, **how).encode(scale=lambda new: None)
         found = moment.room[len(moment.numbers) + rows :][:columns]
         want = torch.zeros(columns)
         for shard in gradient:
