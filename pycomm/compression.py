@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,7 @@ from pycomm.hooks.megatron import compress_chunk, is_megatron
 from pycomm.hooks.replaced import state_in
 from pycomm.policy import Policy
 from pycomm.reduction.detached import DetachedState
-from pycomm.reduction.refusals import ALL, DDP, refused
+from pycomm.reduction.refusals import DDP, refused
 from pycomm.reduction.state import CompressionState
 
 
@@ -30,7 +30,6 @@ def compress(
     *,
     feedback: bool | str | Feedback | None = True,
     seed: int = 0,
-    nodes: Sequence[int] | None = None,
 ) -> CompressionState:
     """Compress the gradients of a data-parallel model, from now on.
 
@@ -53,10 +52,6 @@ def compress(
         feedback: error feedback. True: the error of each payload is added to the next; False: none;
             or a kind with options, "decay:0.9,storage=int8", see `pycomm.Feedback`.
         seed: seed of random rounding; equal on all ranks.
-        nodes: for DDP only, the number of the node of each rank, in rank order, equal on all ranks.
-            Ranks of a node sum exactly, and each codes a part of the sum for the other nodes. None:
-            ranks with one hostname, or one PYCOMM_HOST_ID. ``range(world_size)``: all ranks code
-            alike.
 
     Returns:
         The state, with `summary()`, `residual_norms()`, and `state_dict()` for checkpoints.
@@ -80,9 +75,7 @@ def compress(
     options: dict[str, Any] = {"feedback": feedback, "seed": seed}
     if isinstance(model, DistributedDataParallel):
         wrapped = model
-        state = attach(wrapped, lambda: HookState(codec, wrapped, nodes=nodes, **options))
-    elif nodes is not None:
-        raise ValueError(refused(ALL, "`nodes=`, but for DDP"))
+        state = attach(wrapped, lambda: HookState(codec, wrapped, **options))
     elif is_deepspeed(model) or is_megatron(model):
         make = compress_engine if is_deepspeed(model) else compress_chunk
         state = make(codec, model, **options)

@@ -158,23 +158,12 @@ _watched: WeakValueDictionary[int, Watched] = WeakValueDictionary()
 _made = 0
 
 
-def watch(watched: Watched, before: Watched | None = None) -> None:
-    """Include an object in all reports from now on, for as long as it lives.
-
-    Args:
-        watched: what reports are made of.
-        before: the object whose place and number it takes.
-    """
+def watch(watched: Watched) -> None:
+    """Include an object in all reports from now on, for as long as it lives."""
     global _made
     with _lock:
-        number = _number(before)
-        if number is None:
-            number, _made = _made, _made + 1
-        _watched[number] = watched
-
-
-def _number(watched: Watched | None) -> int | None:
-    return next((n for n, known in _watched.items() if known is watched), None)
+        _watched[_made] = watched
+        _made += 1
 
 
 def snapshot() -> dict[int, MonitorReport]:

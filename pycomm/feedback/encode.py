@@ -40,16 +40,26 @@ def encode(
         key: selects the random numbers.
     """
     rule, kind = residual.rule, residual.rule.kind if worker else "residual"
-    error, momentum = ("worker", "momentum") if worker else ("owner", "")
     end = begin + x.numel()
-    old, fresh = _parts(residual, error, row, begin, end)
-    old_u, fresh_u = _parts(residual, momentum, row, begin, end)
-    left = None
+
+    def stored(role: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the values of a buffer before and after this step; None: there is none."""
+        if getattr(residual, role, None) is None:
+            return None, None
+        now, then = (residual.stored(role, side, row, begin, end) for side in residual.sides)
+        return now, then
+
+    old, fresh = stored("worker" if worker else "owner")
+    old_u, fresh_u = stored("momentum" if worker else "")
+    p, e, u, left = x, None, None, None
     if old is not None and fresh is not None:
+        e = storage.load(old, x.numel())
+        e = e * rule.decay if kind == "decay" else e
         # The codec writes a float32 residual directly, if feedback does not transform it.
         direct = fresh.dtype == torch.float32 and kind != "momentum"
         left = fresh if direct else torch.empty_like(x)
-    p, e, u = _past(rule.decay, kind, x, old, old_u)
+    if old_u is not None:
+        p = u = storage.load(old_u, x.numel()) * rule.decay + x
     codec.encode(p, out, e, new_residual=left, key=key, index=begin)
     if left is not None and e is not None and fresh is not None:
         if u is not None:
@@ -58,29 +68,3 @@ def encode(
             storage.store(left, fresh)
     if u is not None and fresh_u is not None:
         storage.store(u, fresh_u)
-
-
-def _parts(
-    residual: Residual, role: str, row: int, begin: int, end: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    if getattr(residual, role, None) is None:
-        return None, None
-    now, then = (residual.stored(role, side, row, begin, end) for side in residual.sides)
-    return now, then
-
-
-def _past(
-    decay: float,
-    kind: str,
-    x: torch.Tensor,
-    old: torch.Tensor | None,
-    old_u: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return the codec's input, its residual, and the new momentum."""
-    e = None if old is None else storage.load(old, x.numel())
-    if e is not None and kind == "decay":
-        e = e * decay
-    if old_u is None:
-        return x, e, None
-    u = storage.load(old_u, x.numel()) * decay + x
-    return u, e, u

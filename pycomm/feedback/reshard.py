@@ -36,9 +36,6 @@ class Cut:
         first, rest = (self.shape or (1,))[0], torch.Size(self.shape[1:]).numel()
         return -(-first // self.ranks) * rest
 
-    def among(self, ranks: int) -> Cut:
-        return Cut(self.shape, ranks)
-
 
 def sources(before: int, rank: int, ranks: int) -> list[int]:
     """Return the ranks, of `before`, whose residuals rank `rank` of `ranks` takes over.
@@ -77,7 +74,9 @@ def reshard(
         about = (*form, RESHARDED, last_step)
         moved = _moved(entries, before, ranks)
         if cut is not None:
-            moved = {role: _recut(values, cut) for role, values in moved.items()}
+            # In shards of another size, in the same order, padded with zeros.
+            total, size = torch.Size(cut.shape).numel(), cut.ranks * cut.numel()
+            moved = {role: F.pad(x[:total], (0, size - total)) for role, x in moved.items()}
         if "worker" in moved and about[1] == 1:
             moved["owner"] = torch.zeros_like(moved["worker"])
         spans = {role: (0, about[0]) for role in moved}
@@ -89,7 +88,7 @@ def _check_cut(name: str, numel: int, rows: int, before: int, cut: Cut | None) -
     reason = ""
     if cut is None:
         reason = "not all of these ranks have whole rows of it"
-    elif (numel, rows) != (cut.among(before).numel(), before):
+    elif (numel, rows) != (Cut(cut.shape, before).numel(), before):
         reason = f"it had {rows} x {numel} values, not those of a parameter of {list(cut.shape)}"
     if reason:
         raise ValueError(
@@ -125,11 +124,3 @@ def _load(stored: torch.Tensor, numel: int, rows: int, span: Span) -> torch.Tens
     parts = [storage.part(stored, held, row, 0, held) for row in range(rows)]
     loaded = [F.pad(storage.load(part, held), (begin, numel - end)) for part in parts]
     return torch.cat(loaded)
-
-
-def _recut(values: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """Redistribute values over shards of another size in the same order, padded with zeros."""
-    total = torch.Size(cut.shape).numel()
-    recut = values.new_zeros(cut.ranks * cut.numel())
-    recut[:total] = values[:total]
-    return recut

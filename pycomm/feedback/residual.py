@@ -75,7 +75,7 @@ class Residual:
         """By side: the layout of the bucket for which `owner` was written, which decides which
         values each rank owns."""
         self.last_step = 0
-        """Number of the last step in which this residual took part."""
+        """Number of the last step that was committed; 0: none."""
         self.memory = 0
         """Number of times that a buffer has been replaced by another one."""
         self._all = (0, numel)

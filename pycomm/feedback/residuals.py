@@ -144,11 +144,12 @@ class Residuals:
 
     def drop(self, name: str) -> None:
         """Remove a residual that a payload without error has sent; momentum stays."""
-        found = self._residuals.pop(name)
-        if found.momentum is not None:
-            kept = Residual(found.rule, found.numel, found.device, rows=found.rows, error=False)
-            kept.momentum, kept.side, kept.last_step = found.momentum, found.side, found.last_step
-            self._residuals[name] = kept
+        found = self._residuals[name]
+        if found.momentum is None:
+            del self._residuals[name]
+            return
+        found.worker = found.owner = None
+        found.layouts = ["", ""]
 
     def forget(self, name: str) -> None:
         """Remove all buffers of a parameter, for example because its shape has changed."""
@@ -165,12 +166,6 @@ class Residuals:
         for name in names:
             if residual := self._residuals.get(name):
                 residual.side = 1 - residual.side
-
-    def set_step(self, names: Iterable[str], step: int) -> None:
-        """Record the last step in which these residuals took part; 0: none."""
-        for name in names if step else ():
-            if residual := self._residuals.get(name):
-                residual.last_step = step
 
     def take_back(self, names: Iterable[str]) -> None:
         """Restore these parameters' residuals from before the last step."""
@@ -229,14 +224,6 @@ class Residuals:
             name: (norm(residual, "worker"), norm(residual, "owner"))
             for name, residual in self._residuals.items()
         }
-
-    def ages(self, step: int) -> dict[str, int]:
-        """Return the number of steps for which each residual has waited, at the end of `step`.
-
-        0: it took part in that step. The age of an unused or frozen parameter grows, and all ages
-        grow in steps that overflow.
-        """
-        return {name: step - r.last_step for name, r in self._residuals.items()}
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return copies of all residuals by parameter name, as they are stored."""

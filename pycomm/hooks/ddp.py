@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
 import weakref
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ def HookState(
     model: DistributedDataParallel,
     *,
     process_group: dist.ProcessGroup | None = None,
-    nodes: Sequence[int] | None = None,
     **options: Any,
 ) -> CompressionState:
     """Return the state that `compress_hook` keeps between steps.
@@ -40,7 +39,6 @@ def HookState(
         codec: a codec, a `Policy`, or the text of either; see `CompressionState`.
         model: the DDP model.
         process_group: the ranks that reduce; None: the model's group.
-        nodes: number of the node of each rank; see `pycomm.compress`.
         options: feedback, seed and others; see `CompressionState`.
 
     Example:
@@ -62,7 +60,7 @@ def HookState(
     )
     group = process_group or model.process_group
     state = CompressionState(codec, process_group=group, adapter=adapter, **options)
-    hooks.enter(state, nodes)
+    hooks.enter(state)
     return state
 
 
@@ -86,7 +84,7 @@ class DDPHooks:
         self._by_loaded = 0  # by which so many steps are still reduced
         self._saved_buckets: SavedBuckets | None = None  # in such a step
 
-    def enter(self, state: CompressionState, nodes: Sequence[int] | None) -> None:
+    def enter(self, state: CompressionState) -> None:
         """Enter the model's parameters; collective."""
         self.reducer = reducer = state.reducer
         model = self._model()
@@ -100,7 +98,7 @@ class DDPHooks:
         state.plan.complete()
         if reduced:
             device = reduced[0].device
-            reducer.find_nodes(device, nodes)
+            reducer.find_nodes(device)
             if self._may_use_thread(device):
                 reducer.thread = ExchangeThread(reducer.process_group)
         if state.residuals:
@@ -273,10 +271,7 @@ def compress_hook(
     Raises:
         Error: the group's all_reduce failed.
     """
-    if state.transform is not None:
-        future = state.transform.reduce_bucket(bucket)
-    else:
-        future = state.adapter.reduce_bucket(state, bucket)
+    future = state.adapter.reduce_bucket(state, bucket)
     if not future.done():
         backend.wait_after_backward(future, state.process_group)
     return future

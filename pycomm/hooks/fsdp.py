@@ -29,7 +29,7 @@ from pycomm.hooks.fsdp_seams import Unit, leave_replicas_to_the_hook, units
 from pycomm.log import warn_once
 from pycomm.policy import CODED, Policy, agree_on_options
 from pycomm.reduction.adapter import Adapter, Layout
-from pycomm.reduction.refusals import FSDP, HSDP
+from pycomm.reduction.refusals import FSDP, HSDP, MOMENTA, refused
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
 
@@ -69,7 +69,7 @@ def compress_shards(
         scatters=scatters,
         device=torch.device(info.mesh.device_type),  # parameters may be elsewhere, or nowhere yet
     )
-    adapter = Adapter(FSDP if scatters else HSDP, layout)
+    adapter = Adapter(FSDP if scatters else HSDP, layout, early=True)
     state = CompressionState(codec, process_group=group, adapter=adapter, **options)
     hooks = FSDPHooks(state, found)
     state.plan.complete()
@@ -100,9 +100,7 @@ class FSDPHooks:
 
     def __init__(self, state: CompressionState, units: Sequence[Unit]) -> None:
         self.state, self._reducer = state, state.reducer
-        self._backward: int | None = None  # number of the running backward
-        self._reduced: set[str] = set()  # in this step
-        if state.transform is None or state.transform.by_nodes:
+        if state.transform is None:
             self._reducer.find_nodes(self._reducer.device)
         self._tensor_of: dict[str, Callable[[], torch.Tensor]] = {
             name: partial(getattr, parameter, "sharded_param")
@@ -133,21 +131,16 @@ class FSDPHooks:
     def enter(self, names: Sequence[str]) -> None:
         """Begin a step if these are the first parameters of a backward, or recur in it."""
         self._enter(names)
-        backward = torch._C._current_graph_task_id()
-        if backward == self._backward and self._reduced.isdisjoint(names):
-            self._reduced.update(names)
-            return
-        if backward == self._backward:
-            self.state.end_step()
-        else:
+        backward, step = torch._C._current_graph_task_id(), self._reducer.step
+        if backward != step.backward:
             # Runs at the end of this backward, like torch's own hooks.
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-        self._backward, self._reduced = backward, set(names)
-        self._begin_step()
-
-    def _end_backward(self) -> None:
-        self.state.end_step()
-        self._backward = None
+            torch.autograd.Variable._execution_engine.queue_callback(self.state.end_step)
+            self._begin_step()
+        elif not step.entered.isdisjoint(names):
+            self.state.end_step()
+            self._begin_step()
+        self._reducer.step.backward = backward
+        self._reducer.step.entered.update(names)
 
     def wait(self, wait: Callable[[], object], *, later: bool) -> None:
         """Wait for a result, or when backward ends, if it is not needed before."""
@@ -258,6 +251,37 @@ class ReplicaHook(Comm):
         else:
             self._partial.add_(reduce_output)
         reduce_output.zero_()
+
+
+def check_averages(model: nn.Module, who: str) -> list[dist.ProcessGroup]:
+    """Check that torch averages the gradients; return the groups of ranks that it averages over.
+
+    Args:
+        model: the model.
+        who: name of its optimizer.
+
+    Raises:
+        Error: torch divides the gradients by something else, or sums them.
+        ValueError: a parameter is sharded by another dimension than the first.
+    """
+    groups: dict[dist.ProcessGroup, None] = {}
+    for unit in units(model):
+        group = unit.group
+        if (
+            group.gradient_divide_factor is not None
+            or group.force_sum_reduction_for_comms
+            or torch.float16 in unit.reduced_in()
+        ):
+            raise Error(refused(MOMENTA, "sums of torch"))
+        for name, parameter in unit.parameters.items():
+            if parameter.fsdp_placement.dim != 0 and parameter.sharded_param.ndim > 1:
+                where = {"name": name, "dim": parameter.fsdp_placement.dim}
+                raise ValueError(f"{who}: {refused(MOMENTA, 'shards that are not rows', **where)}")
+        if isinstance(group.mesh_info, DDPMeshInfo):
+            groups[group.mesh_info.replicate_process_group] = None
+        if isinstance(group.mesh_info, FSDPMeshInfo):
+            groups[group.mesh_info.shard_process_group] = None
+    return list(groups)
 
 
 def _mesh_info(found: Sequence[Unit]) -> Any:

@@ -9,7 +9,7 @@ and ends in the middle of parameters, so the owner of a value is not the rank th
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -69,73 +69,55 @@ def compress_chunk(codec: str | Codec | Policy, model: Any, **options: Any) -> C
             len(experts),
             min(names[p] for p in experts),
         )
-    MegatronHooks(state, model.bucket_groups, names)
+    groups: list[BucketGroup] = []
+    groups += [BucketGroup(state, theirs, names, groups) for theirs in model.bucket_groups]
     return state
 
 
-class MegatronHooks:
-    """What takes the place of reductions of a model chunk's bucket groups.
+class BucketGroup:
+    """One of Megatron's bucket groups, whose two methods are replaced.
 
     Args:
         state: codecs and feedback of the chunk's dense parameters.
-        groups: Megatron's bucket groups.
+        theirs: Megatron's object.
         names: of the parameters.
+        groups: all groups of the chunk.
     """
 
-    def __init__(self, state: CompressionState, groups: Any, names: dict[Any, str]) -> None:
-        self.state = state
-        self._started: set[_BucketGroup] = set()
-        self._groups = [_BucketGroup(self, group, names) for group in groups]
-        for group in self._groups:
-            replace(group.theirs, "start_grad_sync", group.start)
-            replace(group.theirs, "finish_grad_sync", group.finish)
-
-    def start(self, group: _BucketGroup) -> None:
-        """Open a step for the buckets of a group."""
-        if group in self._started:  # a group reduces again before the others have begun
-            self._close_step()
-        if not self.state.is_open:
-            self.state.begin_step()
-        self._started.add(group)
-
-    def finish(self, group: _BucketGroup) -> None:
-        """Wait for a group's gradients; all end with the last group, as PowerSGD needs it."""
-        if len(self._started) == len(self._groups):
-            self._close_step()
-        if not self.state.is_open:
-            for each in self._groups:
-                each.complete()
-
-    def _close_step(self) -> None:
-        if self.state.is_open:
-            self.state.end_step()
-        self._started.clear()
-
-
-class _BucketGroup:
-    """One of Megatron's bucket groups, whose two methods are replaced."""
-
-    def __init__(self, hooks: MegatronHooks, theirs: Any, names: dict[Any, str]) -> None:
-        self._hooks, self.theirs, self._names = hooks, theirs, names
+    def __init__(
+        self,
+        state: CompressionState,
+        theirs: Any,
+        names: dict[Any, str],
+        groups: Sequence[BucketGroup],
+    ) -> None:
+        self._state, self._theirs, self._names, self._groups = state, theirs, names, groups
         self._pending: list[Callable[[], None]] = []
         self._begun = False  # from start to finish
+        replace(theirs, "start_grad_sync", self.start)
+        replace(theirs, "finish_grad_sync", self.finish)
 
     @torch.no_grad()
     def start(self, force_all_reduce: bool | None = False) -> None:
         """Begin to reduce the group's buckets, in place of Megatron's method."""
-        group, config = self.theirs, self.theirs.ddp_config
+        group, config = self._theirs, self._theirs.ddp_config
         if self._begun:
             if group.is_first_batch or not config.overlap_grad_reduce:
                 return  # begun already, as Megatron's own method has it for the first batch
             raise Error("a bucket group's gradients are reduced twice before they are waited for")
-        self._hooks.start(self)
+        state = self._state
+        if state.is_open and self in state.reducer.step.entered:
+            state.end_step()  # this group reduces again before the others have begun
+        if not state.is_open:
+            state.begin_step()
+        state.reducer.step.entered.add(self)
         self._begun = True
         if config.check_for_nan_in_grad or config.check_for_large_grads:
             group.check_grads(
                 check_for_nan_or_inf=config.check_for_nan_in_grad,
                 check_for_large=config.check_for_large_grads,
             )
-        ranks = self._hooks.state.process_group.size()
+        ranks = state.process_group.size()
         for bucket in group.buckets:
             # Megatron multiplies before it sums, or averages; its factor is usually 1 / ranks.
             factor = bucket.gradient_scaling_factor
@@ -144,7 +126,7 @@ class _BucketGroup:
 
     def _reduce(self, bucket: Any, factor: float) -> Callable[[], None]:
         """Start to average gradients that travel together; return what waits, and multiplies."""
-        state, data = self._hooks.state, bucket.grad_data
+        state, data = self._state, bucket.grad_data
         views = [p.main_grad.view(-1) for p in bucket.params_list]
         sizes = [view.numel() for view in views]
         padded = sum(sizes) != data.numel()
@@ -162,10 +144,13 @@ class _BucketGroup:
         return complete
 
     def finish(self, force_all_reduce: bool | None = False) -> None:
-        """Wait for the group's gradients, in place of Megatron's method."""
-        self.theirs.param_gather_dispatched = False
+        """Wait for the group's gradients, in place of Megatron's method.
+
+        All end with the last group, as PowerSGD needs it.
+        """
+        self._theirs.param_gather_dispatched = False
         if not self._begun:
-            if self.theirs.ddp_config.overlap_grad_reduce and not self.theirs.is_first_batch:
+            if self._theirs.ddp_config.overlap_grad_reduce and not self._theirs.is_first_batch:
                 raise Error(
                     "Megatron has not begun to reduce a bucket group when it waits for it: some of "
                     "its parameters got no gradient in this backward. Freeze them "
@@ -173,7 +158,12 @@ class _BucketGroup:
                 )
             self.start(force_all_reduce=force_all_reduce)
         self._begun = False
-        self._hooks.finish(self)
+        state = self._state
+        if state.is_open and len(state.reducer.step.entered) == len(self._groups):
+            state.end_step()
+        if not state.is_open:
+            for each in self._groups:
+                each.complete()
 
     @torch.no_grad()
     def complete(self) -> None:

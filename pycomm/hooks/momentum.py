@@ -9,11 +9,13 @@ Each rank goes on from what itself has sent, o, whose mean over the ranks is the
 
 In a reduce-scatter it knows nothing else. If nodes code sums of their ranks, a rank has sent
 nothing of its own, and goes on from m, as it does where it has no o.
+
+Between replicas (DDP, HSDP, `replicate`) the momentum is averaged, or shards of it are. In a
+reduce-scatter each rank gets its own shard of the momentum, and knows that of no other.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -29,7 +31,7 @@ from pycomm.feedback import Residuals
 from pycomm.feedback.rule import EXACT
 from pycomm.momentum.job import Job
 from pycomm.momentum.kernels import Kernels
-from pycomm.momentum.moment import CodedMoment
+from pycomm.momentum.moment import CodedMoment, local
 from pycomm.momentum.passes import Passes
 from pycomm.momentum.table import Table
 from pycomm.policy import AUTO, CODED, Policy
@@ -38,6 +40,7 @@ from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.refusals import MOMENTA, refused, stays_because
 from pycomm.reduction.saved import known, residuals_of
 from pycomm.reduction.state import CompressionState
+from pycomm.reduction.taken import GradientHook
 
 OTHERS = "another optimizer has it"
 """Why a parameter travels exactly that the optimizer does not have."""
@@ -46,7 +49,7 @@ Find = Callable[[torch.Tensor], "tuple[dict[str, Any], dict[str, Any]] | None"]
 Future = torch.futures.Future[torch.Tensor]
 
 
-class Momenta(ABC):
+class Momenta:
     """The momenta of a state's parameters, whatever wraps the model.
 
     It is the `transform` of one state, whose constructor calls `bind`. The state calls the other
@@ -63,8 +66,6 @@ class Momenta(ABC):
 
     state: CompressionState
     reducer: BucketReducer
-    by_nodes = True
-    """Nodes may code the sums of their ranks."""
     own: Residuals
     """What this rank has sent of the momentum, also for the shards of other ranks."""
 
@@ -89,6 +90,9 @@ class Momenta(ABC):
         # Of a device, whose memory another stream may read until backward's has waited for it.
         self._held: list[Job] = []
         self._codecs_then: list[Codec] = []
+        self._handles: dict[str, Any] = {}  # of the coded parameters that get gradients, in DDP
+        self._looked: set[str] = set()  # those that this backward has reached,
+        self._filled: set[str] = set()  # and that had a gradient then which no step has used
         self._refresh_asked, self._refresh = refresh, refresh or 1
 
     @staticmethod
@@ -113,7 +117,7 @@ class Momenta(ABC):
 
     def begin(self) -> None:
         """Begin with the parameters that the state has got so far."""
-        self._passes = Passes(Kernels.find("moments", self.reducer.device))
+        self._passes = Passes(Kernels.find("moments", self.reducer.device), self.moments)
         for name in self.state.decisions:
             self._make_moment(name)
         self._begun = True
@@ -153,12 +157,21 @@ class Momenta(ABC):
         if all(codec == EXACT for codec in self.state.plan.policy.named()):
             return None
         settings, kept = found
-        shard, shards = self._shard()
+        group = self.reducer.layout.shard_group
+        shard, shards = (0, 1) if group is None else (group.rank(), group.size())
         form = parameter, settings, kept, decision.codec
         made = self._kind(*form, shard=shard, shards=shards)
         self.factor(made, kept)
         self.moments[name] = made
+        self._watch(name, parameter)
         return made
+
+    def _watch(self, name: str, parameter: torch.Tensor) -> None:
+        """Look at a gradient before a backward adds to it, unless the parameter is frozen."""
+        if self.state.adapter.early or name in self._handles or not parameter.requires_grad:
+            return
+        handle = parameter.register_hook(GradientHook(self, name))  # type: ignore[no-untyped-call]
+        self._handles[name] = handle
 
     def factor(self, moment: CodedMoment, state: dict[str, Any]) -> None:
         """Make a state of torch's optimizer, which has no sums, that of a coded moment.
@@ -170,23 +183,41 @@ class Momenta(ABC):
             state.clear()
             state.update(factored)
 
-    def _shard(self) -> tuple[int, int]:
-        """Return the number of this rank's shard of each parameter, and the number of shards."""
-        return 0, 1
-
     # ------------------------------------------------------------------ for the optimizer
 
     def whole_sums(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the total over the shards of sums that ranks have for their own rows; on all."""
+        if self.reducer.layout.shard_group is not None:
+            dist.all_reduce(sums, group=self.reducer.layout.shard_group)
         return sums
 
-    @abstractmethod
     def check_reduced(self, name: str, parameter: torch.Tensor) -> None:
-        """Check that a parameter's gradient has been averaged.
+        """Check that a parameter's gradient has been averaged: FSDP2 averages all.
 
         Raises:
-            Error: the wrapper never averages it.
+            Error: DDP's buckets never have it.
         """
+        if self.state.adapter.early or id(parameter) in self.reducer.names:
+            return
+        if name not in self.state.adapter.ignored:
+            raise Error(
+                f"rank {self.state.process_group.rank()}: {name} was frozen when the model was "
+                "wrapped, so DDP does not average its gradient, and ranks would differ: wrap the "
+                "module in a new DistributedDataParallel, and make the optimizer anew"
+            )
+
+    def check_exact(self, names: Sequence[str], why: str) -> None:
+        """Check that the gradients of a unit in FSDP2 can travel exactly in this step.
+
+        Raises:
+            Error: one is coded, whose gradient is to be the momentum.
+        """
+        if not self.moments.keys().isdisjoint(names):
+            raise Error(
+                f"rank {self.state.process_group.rank()}: the momentum of {names[0]} and the rest "
+                f"of its unit cannot travel coded in this step: {why}. "
+                "set_reduce_scatter_unused_params(True) on the module makes missing gradients zero"
+            )
 
     def take_added(self) -> None:
         """Code the parameters that the optimizer has got since.
@@ -206,9 +237,7 @@ class Momenta(ABC):
         if self._pending:
             self.reducer.step.discarded.update(self.moments)
             self._stale = True
-        if self._sent is not None:
-            self._sent.wait()
-        self._sent = self._sums = None
+        self._drop_sums()
         self._pending = False
         self.state.settle()
         if self._added:
@@ -239,25 +268,19 @@ class Momenta(ABC):
             torch.accelerator.current_stream().wait_stream(self.reducer.side.stream)
         if self.moments:
             sums = None if self._sums is None else self._total(self._sums)
-            self._passes.commit(
-                *(self._all, sums, self.state.process_group.size()),
-                lambda moment: moment.parameter.grad is not None,
-            )
+            self._passes.commit(sums, self.state.process_group.size())
         self._sums, self._pending = None, False
         self.steps += 1
-
-    @property
-    def _all(self) -> Sequence[CodedMoment]:
-        return list(self.moments.values())
 
     def move(self, moments: Sequence[CodedMoment], lr: float, weight_decay: float) -> None:
         """Move parameters of one group by their momenta, which are their gradients."""
         if moments:
-            self._passes.move(self._all, moments, lr, weight_decay)
+            self._passes.move(moments, lr, weight_decay)
 
     def _total(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the sums of whole parameters from those that replicas have added up."""
-        return sums
+        # In a reduce-scatter each rank has a gradient of all rows, so it has the sums of all.
+        return sums if self.reducer.layout.rows > 1 else self.whole_sums(sums)
 
     @property
     def _unused(self) -> bool:
@@ -271,16 +294,26 @@ class Momenta(ABC):
 
     # ------------------------------------------------------------------ steps
 
-    def before_step(self) -> None:
-        """A step is to begin, maybe after gradients that were thrown away; nothing has changed."""
+    def before_step(self, *, absent: bool) -> None:
+        """A step is to begin, maybe after gradients that were thrown away; nothing has changed.
+
+        Raises:
+            Error: this rank has no data in it; or gradients still hold momentum.
+        """
+        if absent and self.moments:
+            raise Error(f"rank {self.state.process_group.rank()}: {refused(MOMENTA, '`Join`')}")
         if self._unused and self._has_momentum():
             why = refused(MOMENTA, "two synchronized backwards before a step")
             raise Error(f"rank {self.state.process_group.rank()}: {why}")
         if self._pending:
             self.reducer.step.discarded.update(self.moments)
-            if self._sent is not None:
-                self._sent.wait()  # its numbers belong to gradients that were not used
-            self._sent = self._sums = None
+            self._drop_sums()
+
+    def _drop_sums(self) -> None:
+        """Wait for second moments of gradients that were not used, and forget them."""
+        if self._sent is not None:
+            self._sent.wait()
+        self._sent = self._sums = None
 
     def step_begun(self) -> None:
         """A step has begun."""
@@ -297,11 +330,32 @@ class Momenta(ABC):
         self._scale = scale
         for moment in self.moments.values():
             moment.begin()
-        self._passes.refresh(self._all)
+        self._passes.refresh()
+        self._forget_looks()
+        for name, moment in self.moments.items():  # those that were frozen may get gradients now
+            self._watch(name, moment.parameter)
 
-    @abstractmethod
     def _has_momentum(self) -> bool:
         """Return whether a gradient holds momentum that no step has used; alike on all ranks."""
+        if self.state.adapter.early:
+            return self.state.on_any_rank(any(map(_is_filled, self.moments.values())))
+        for name in self._handles:  # a frozen one had no gradient
+            self.look(name)
+        found = bool(self._filled)
+        self._forget_looks()
+        return found
+
+    def _forget_looks(self) -> None:
+        self._looked.clear()
+        self._filled.clear()
+
+    def look(self, name: str) -> None:
+        """See whether a gradient holds what no step has used, before a backward adds to it."""
+        if not self._unused or name in self._looked:
+            return
+        self._looked.add(name)
+        if _is_filled(self.moments[name]):
+            self._filled.add(name)
 
     def step_ended(self) -> None:
         """All buckets of a step were given to `reduce`: second moments travel behind the last."""
@@ -309,9 +363,9 @@ class Momenta(ABC):
         if not self.moments or not self._exchanges_sums:
             return
         # Made on backward's stream, on which the step reads it at last.
-        sums = self._passes.sums_of(self._all)
+        sums = self._passes.room_for_sums()
         with self._beside():
-            self._passes.collect(self._all, sums)
+            self._passes.collect(sums)
             if self.state.process_group.size() > 1:
                 self._sent = dist.all_reduce(sums, group=self.state.process_group, async_op=True)
         self._sums = sums
@@ -376,6 +430,42 @@ class Momenta(ABC):
             finish(future)
             return future
         return future.then(finish)
+
+    def scatter(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        names: Sequence[str],
+        group: dist.ProcessGroup,
+        *,
+        average: bool,
+    ) -> Callable[[], None]:
+        """See `BucketReducer.scatter`; this rank gets its shards of the momentum."""
+        bucket = self.reducer.bucket_of(tuple(names), input.device)
+        table = bucket.moments
+        if table is None or not table.is_current:
+            table = bucket.moments = self._table_of(bucket)
+        if not table.parts:
+            return self.reducer.scatter(output, input, names, group, average=average)
+        if not average:
+            why = refused(MOMENTA, "sums of torch")
+            raise Error(f"rank {self.state.process_group.rank()}: {why}")
+        job = Job(
+            *(self._passes, table, input),
+            unit=self._scale,
+            ranks=self.state.process_group.size(),
+            looks=self._exchanges_sums,
+            divides=self._kind.divides,
+        )
+        job.encode(scale=self._scale_on)
+        wait = self.reducer.scatter(output, input, names, group, average=average)
+
+        def finish() -> None:
+            wait()
+            job.sent()
+            job.land(output)
+
+        return finish
 
     def _divides(self, names: Sequence[str]) -> bool:
         """Return whether a momentum is divided by d: not where it is not coded, on one rank."""
@@ -478,3 +568,8 @@ class Momenta(ABC):
         own = [residuals_of(saved, key, about["step"]) for key in self.keys(before)]
         own = known(own, self.reducer.numbers, tell=False)
         self.own.load_state_dict(self.state.resharded(own, before), self.state.codecs)
+
+
+def _is_filled(moment: CodedMoment) -> bool:
+    gradient = moment.parameter.grad
+    return gradient is not None and bool(local(gradient).any())

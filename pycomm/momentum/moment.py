@@ -46,7 +46,6 @@ moments decay) stays with them: a host queues a step on a device before it knows
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar
@@ -89,8 +88,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class CodedMoment(ABC):
-    """The momentum of one parameter of two or more dimensions.
+class CodedMoment:
+    """The momentum of one parameter of two or more dimensions: that of AdamW.
 
     It keeps what lasts in the optimizer's state: the momentum [shape], sharded like the parameter,
     and `row` [rows], `column` [columns], `heard` [2, rows + columns] (means, and squares), and
@@ -107,21 +106,22 @@ class CodedMoment(ABC):
         shards: number of shards; 1: each rank has the whole parameter.
     """
 
-    optimizer: ClassVar[str]
+    optimizer: ClassVar[str] = "CodedAdamW"
     """Name of the optimizer,"""
-    key: ClassVar[str]
+    key: ClassVar[str] = "exp_avg"
     """and that of the momentum in its state."""
-    divides: ClassVar[bool]
+    divides: ClassVar[bool] = True
     """The momentum is coded, and parameters move by it, divided by d."""
 
     @staticmethod
-    @abstractmethod
+    @cache  # each bucket asks
     def bound(ranks: int) -> float:
         """Return the most that a rank's gradient counts, as a multiple of its root second moment.
 
         Args:
             ranks: number of ranks that average their momenta.
         """
+        return BOUND
 
     def __init__(
         self,
@@ -215,9 +215,9 @@ class CodedMoment(ABC):
         self._has_weight, self.is_stale = False, True
 
     @property
-    @abstractmethod
     def momentum(self) -> float:
         """Coefficient of an exact momentum."""
+        return float(self.settings["betas"][0])
 
     @property
     def kept(self) -> float:
@@ -225,34 +225,50 @@ class CodedMoment(ABC):
         return 1.0
 
     @property
-    @abstractmethod
     def decay(self) -> float:
         """Coefficient of the second moments."""
+        return float(self.settings["betas"][1])
 
     @property
     def eps(self) -> float:
         """What is added to d where it divides."""
-        return 0.0
+        return float(self.settings["eps"])
 
-    @abstractmethod
     def advance(self, lr: float, weight_decay: float) -> tuple[float, float, float]:
         """Return what a step of the group's settings multiplies a move by, what is left of the
         parameter, and the most that a value moves while second moments are old."""
+        correction = 1 - self.momentum ** self.state["step"].item()
+        return lr / correction, 1 - lr * weight_decay, LIMIT * correction
 
-    @abstractmethod
     def from_torch(
         self, state: dict[str, Any], total: Callable[[torch.Tensor], torch.Tensor]
     ) -> dict[str, Any]:
-        """Return the state for one of torch's optimizer.
+        """Return the state for one of torch's optimizer; second moments become their sums.
 
         Args:
             state: that of torch's optimizer.
             total: function that adds sums of the own rows up over the shards.
         """
+        sums = self._zeros()
+        squares = local(state["exp_avg_sq"]).reshape(-1, self.columns).float()
+        sums[: self.rows][self._own] = squares.sum(1)
+        sums[self.rows :] = squares.sum(0)
+        weight = 1 - self.decay ** float(state["step"])
+        return self._begun(state["step"], state["exp_avg"].contiguous(), total(sums), weight)
 
-    @abstractmethod
     def as_torch(self) -> dict[str, Any]:
-        """Return a copy of the state as torch's optimizer has it."""
+        """Return a copy of the state as torch's optimizer has it: second moments become full."""
+        state = self.state
+        row, column = state["row"][self._own], state["column"]
+        weight = 1 - self.decay ** float(state["step"])
+        share = weight / max(_TINY, float(column.sum()) * float(state["moment_weight"]))
+        squares = torch.zeros_like(self.parameter)
+        local(squares).copy_(torch.outer(row * share, column).view_as(local(squares)))
+        return {
+            "step": state["step"].clone(),
+            "exp_avg": state["exp_avg"].clone(),
+            "exp_avg_sq": squares,
+        }
 
     def begin(self) -> None:
         """Begin a backward; the host waits for a device until there is a second moment."""
@@ -280,68 +296,11 @@ class CodedMoment(ABC):
             self.entered = True
 
 
-class AdamWMoment(CodedMoment):
-    """The momentum of AdamW, whose groups have `betas` and `eps`."""
-
-    optimizer, key, divides = "CodedAdamW", "exp_avg", True
-
-    @staticmethod
-    @cache  # each bucket asks
-    def bound(ranks: int) -> float:
-        """See `CodedMoment`."""
-        return BOUND
-
-    @property
-    def momentum(self) -> float:
-        """See `CodedMoment`."""
-        return float(self.settings["betas"][0])
-
-    @property
-    def decay(self) -> float:
-        """See `CodedMoment`."""
-        return float(self.settings["betas"][1])
-
-    @property
-    def eps(self) -> float:
-        """See `CodedMoment`."""
-        return float(self.settings["eps"])
-
-    def advance(self, lr: float, weight_decay: float) -> tuple[float, float, float]:
-        """See `CodedMoment`."""
-        correction = 1 - self.momentum ** self.state["step"].item()
-        return lr / correction, 1 - lr * weight_decay, LIMIT * correction
-
-    def from_torch(
-        self, state: dict[str, Any], total: Callable[[torch.Tensor], torch.Tensor]
-    ) -> dict[str, Any]:
-        """See `CodedMoment`; a full second moment becomes its sums by rows and columns."""
-        sums = self._zeros()
-        squares = local(state["exp_avg_sq"]).reshape(-1, self.columns).float()
-        sums[: self.rows][self._own] = squares.sum(1)
-        sums[self.rows :] = squares.sum(0)
-        weight = 1 - self.decay ** float(state["step"])
-        return self._begun(state["step"], state["exp_avg"].contiguous(), total(sums), weight)
-
-    def as_torch(self) -> dict[str, Any]:
-        """See `CodedMoment`: second moments become full ones."""
-        state = self.state
-        row, column = state["row"][self._own], state["column"]
-        weight = 1 - self.decay ** float(state["step"])
-        share = weight / max(_TINY, float(column.sum()) * float(state["moment_weight"]))
-        squares = torch.zeros_like(self.parameter)
-        local(squares).copy_(torch.outer(row * share, column).view_as(local(squares)))
-        return {
-            "step": state["step"].clone(),
-            "exp_avg": state["exp_avg"].clone(),
-            "exp_avg_sq": squares,
-        }
-
-
 class SGDMoment(CodedMoment):
     """The momentum of SGD, whose groups have `momentum`."""
 
     optimizer, key, divides = "CodedSGD", "momentum_buffer", False
-    decay = 0.99
+    decay, eps = 0.99, 0.0
     """A horizon of a hundred steps, since nothing but the bound of gradients asks for them."""
 
     @staticmethod

@@ -14,7 +14,7 @@ from pycomm import _C
 from pycomm.codecs import Codec
 from pycomm.feedback import Feedback
 from pycomm.momentum.kernels import Kernels, written
-from pycomm.momentum.moment import AdamWMoment, local
+from pycomm.momentum.moment import CodedMoment, local
 from pycomm.optim.optimizer import CodedOptimizer
 from pycomm.policy import Policy
 
@@ -70,7 +70,7 @@ class CodedAdamW(CodedOptimizer):
         ... )  # doctest: +SKIP
     """
 
-    _moment, _torch = AdamWMoment, torch.optim.AdamW
+    _moment, _torch = CodedMoment, torch.optim.AdamW
 
     def __init__(
         self,

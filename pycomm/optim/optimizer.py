@@ -19,17 +19,10 @@ from pycomm.compression import attach
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState
-from pycomm.hooks.ddp_momentum import DDPMomenta
-from pycomm.hooks.fsdp import compress_shards
-from pycomm.hooks.fsdp_momentum import ShardedMomenta, check_averages
+from pycomm.hooks.fsdp import check_averages, compress_shards
 from pycomm.hooks.momentum import Momenta
 from pycomm.momentum.moment import FLOAT32_STATES, CodedMoment, local
-from pycomm.optim.settings import (
-    GroupChecks,
-    prepare,
-    rule_of,
-    settings_only,
-)
+from pycomm.optim.settings import GroupChecks, rule_of
 from pycomm.policy import Policy, agree_on_options, refused_together
 from pycomm.policy.exchange import device_of
 from pycomm.reduction import members
@@ -88,8 +81,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         with_scaler = "with" if scaler is not None else "without"
         lines = [f"{name}, refresh={refresh}, {with_scaler} a GradScaler"]
         agree_on_options(lines + self._checks.terms(self.param_groups), *groups)
-        kind = DDPMomenta if wrapped else ShardedMomenta
-        self.momenta: Momenta = kind(self._moment, self._find, self._unit, refresh)
+        self.momenta = Momenta(self._moment, self._find, self._unit, refresh)
         """What travels in place of the gradients."""
         given: dict[str, Any] = {"feedback": rule, "seed": seed, "transform": self.momenta}
         if wrapped:
@@ -123,8 +115,11 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
             ValueError: a group has a setting or a parameter now with which it cannot be made.
         """
         self._checks.check(self.param_groups)
-        ready, loss = prepare(self, self._scaler, closure)
-        if not ready:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._overflows():
             return loss
         if self._may_fill() and not self.compression.on_any_rank(self._has_gradient()):
             self._fill()
@@ -236,7 +231,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             ValueError: the model is in `fully_shard` or `replicate`.
         """
-        if not isinstance(self.momenta, DDPMomenta):
+        if self.compression.adapter.early:
             raise ValueError(refused(MOMENTA, "survivors that adopt a state, but in DDP"))
         typed("previous", previous, type(self))
         group = self.compression.process_group
@@ -246,7 +241,10 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
 
     def _to_torch(self, **options: Any) -> Any:
         """Return torch's optimizer with the same groups and state; this one remains as it is."""
-        plain = self._torch(settings_only(self), **options)
+        # Without settings that another optimizer has left in the groups.
+        keys = ("params", "param_names", "initial_lr", *self.defaults)
+        groups = [{k: group[k] for k in keys if k in group} for group in self.param_groups]
+        plain = self._torch(groups, **options)
         for moment in self.momenta.moments.values():
             if self.state.get(moment.parameter):
                 plain.state[moment.parameter] = moment.as_torch()
@@ -267,6 +265,25 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         raise Error(f"{type(self).__name__} {refused(MOMENTA, 'copies')}")
 
     # ------------------------------------------------------------------ parts of a step
+
+    def _overflows(self) -> bool:
+        """Return whether a GradScaler has found an overflow; else unscale the gradients, if it
+        leaves that to us.
+
+        Raises:
+            Error: the optimizer was made without it.
+        """
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and self._scaler is None:
+            why = refused(MOMENTA, "a GradScaler that they do not know")
+            raise Error(f"rank {self.compression.process_group.rank()}: {why}")
+        if found_inf is not None and float(found_inf):
+            return True
+        scale = getattr(self, "grad_scale", None)
+        if scale is not None:
+            gradients = (p.grad for group in self.param_groups for p in group["params"])
+            torch._foreach_mul_([one for one in gradients if one is not None], 1.0 / float(scale))
+        return False
 
     def _factor(self) -> None:
         """Make states of torch's optimizer those of coded moments."""

@@ -1,18 +1,16 @@
-"""What the optimizers check alike: settings, parameters, and what a loss scaler has found."""
+"""What the optimizers check alike: settings and parameters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pycomm.arguments import number
 from pycomm.elastic.contents import plain_numbers
-from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.policy.names import clean
 from pycomm.reduction.refusals import MOMENTA, refused
@@ -76,8 +74,8 @@ class GroupChecks:
 
         Raises:
             TypeError: a setting is no number.
-            ValueError: a setting is out of its range, or a parameter is not the model's or has
-                sparse gradients.
+            ValueError: a setting is out of its range, or a parameter is not the model's, has sparse
+                gradients, or has another order in memory than its indices.
         """
         for group in groups:
             check_settings(self._who, group)
@@ -90,6 +88,9 @@ class GroupChecks:
                         "parameters; if the model has got another one since, wrap it anew, "
                         "and make the optimizer anew"
                     )
+                if not parameter.is_contiguous():
+                    why = refused(MOMENTA, "`channels_last`", name=self.names[id(parameter)])
+                    raise ValueError(f"{self._who}: {why}")
                 if id(parameter) in self._sparse:
                     why = refused(MOMENTA, "sparse gradients", name=self._sparse[id(parameter)])
                     raise ValueError(f"{self._who}: {why}")
@@ -104,12 +105,6 @@ class GroupChecks:
         ]
 
 
-def settings_only(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return copies of an optimizer's groups, without settings that another one has left there."""
-    keys = ("params", "param_names", "initial_lr", *optimizer.defaults)
-    return [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
-
-
 def rule_of(who: str, feedback: str | Feedback) -> Feedback:
     """Return the feedback of a momentum.
 
@@ -121,40 +116,3 @@ def rule_of(who: str, feedback: str | Feedback) -> Feedback:
         why = refused(MOMENTA, "feedback but `residual`", feedback=feedback)
         raise ValueError(f"{who}: {why}")
     return rule
-
-
-def prepare(
-    optimizer: torch.optim.Optimizer,
-    scaler: torch.amp.GradScaler | None,
-    closure: Callable[[], float] | None,
-) -> tuple[bool, float | None]:
-    """Do what every step begins with; unscale the gradients if the scaler leaves that to us.
-
-    Args:
-        optimizer: one with `_step_supports_amp_scaling`, to which a scaler tells what it has found.
-        scaler: the scaler with which it was made.
-        closure: function that computes the gradients again and returns the loss.
-
-    Returns:
-        Whether to take the step, and the closure's loss.
-
-    Raises:
-        Error: a GradScaler scales the gradients, and the optimizer was made without it.
-    """
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    found_inf = getattr(optimizer, "found_inf", None)
-    if found_inf is not None and scaler is None:
-        why = refused(MOMENTA, "a GradScaler that they do not know")
-        raise Error(f"rank {dist.get_rank()}: {why}")
-    if found_inf is not None and float(found_inf):
-        return False, loss
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is not None:
-        inverse = 1.0 / float(scale)
-        groups = optimizer.param_groups
-        grads = [p.grad for g in groups for p in g["params"] if p.grad is not None]
-        torch._foreach_mul_(grads, inverse)
-    return True, loss

@@ -16,13 +16,18 @@ from pycomm.policy.exchange import answer, device_of, gather_json
 from pycomm.policy.rules import Decision
 
 
-def summary(decisions: Iterable[Decision]) -> str:
-    """Return one line per codec and reason: the number of parameters, values and bytes."""
+def grouped(decisions: Iterable[Decision]) -> dict[tuple[str, str], list[Decision]]:
+    """Return decisions by what travels and why."""
     groups: dict[tuple[str, str], list[Decision]] = {}
     for decision in decisions:
         groups.setdefault((decision.form, decision.reason), []).append(decision)
+    return groups
+
+
+def summary(decisions: Iterable[Decision]) -> str:
+    """Return one line per codec and reason: the number of parameters, values and bytes."""
     lines = []
-    for (codec, reason), members in groups.items():
+    for (codec, reason), members in grouped(decisions).items():
         numel = sum(d.parameter.numel for d in members)
         size = sum(d.encoded_bytes for d in members)
         few = ", ".join(d.parameter.name for d in members[:3]) + (", ..." * (len(members) > 3))

@@ -15,16 +15,17 @@ when it changes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from math import log
 from statistics import median
 from typing import Any
 
-from pycomm.arguments import put, whole
-
 TRYING = "auto: trying"
 
+_STEPS = 3  # of a candidate in a round, whose median counts
+_AGAIN = 1000  # steps after which candidates are tried again; doubles while the choice stays
+_WATCH = 100  # steps whose median is compared with that after the choice
+_FIRST = 3  # steps before the first trial, in which DDP rebuilds its buckets and caches are cold
 _LOOKS, _LOOK = 3, 2  # looks at a candidate that takes far longer, and steps of each look
 _DOUBT = 0.01
 _SKIP = 1  # steps that are not timed after each change: new buckets and cold caches
@@ -34,35 +35,7 @@ _MOST = 16  # rounds; the last ones are for candidates that seem faster, but not
 _MARGIN = 0.03  # least gain for which a coarser codec is taken, as a fraction of a step's time
 _HOPELESS = 2.0  # who takes this many times the fastest's time in each look is left out
 _CHANGE = 1.25  # of a watch's median, up or down, twice in a row: candidates are tried again
-_RAREST = 16  # largest multiple of Trial.again
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A codec's text, and the bytes of all payloads of one step with it."""
-
-    name: str
-    bytes: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """Options of the trials of candidates."""
-
-    steps: int = 3
-    """Steps of a candidate in a round, whose median counts."""
-    again: int = 1000
-    """Steps after which candidates are tried again; the number doubles each time that the choice
-    stays the same, up to 16 times this."""
-    watch: int = 100
-    """Number of steps whose median is compared with the median after the choice."""
-    first: int = 3
-    """Steps before the first trial, in which DDP rebuilds its buckets and caches are cold."""
-
-    def __post_init__(self) -> None:
-        for name in ("steps", "again", "watch"):
-            put(self, **{name: whole(f"trial: {name}", getattr(self, name), 1)})
-        put(self, first=whole("trial: first", self.first))
+_RAREST = 16  # largest multiple of _AGAIN
 
 
 class Auto:
@@ -72,22 +45,21 @@ class Auto:
     `judge` decides, from the times that all ranks have exchanged.
 
     Args:
-        candidates: candidates in any order, with payloads of different sizes.
-        trial: options of the trials.
+        candidates: text of each candidate, and the bytes of all payloads of a step with it, which
+            differ.
     """
 
-    def __init__(self, candidates: Sequence[Candidate], trial: Trial) -> None:
+    def __init__(self, candidates: Mapping[str, int]) -> None:
         if not candidates:
             raise ValueError("auto: no candidate is accurate enough: give a larger error=")
-        self.candidates = sorted(candidates, key=lambda c: c.bytes)
-        self.trial = trial
+        self.candidates = sorted(candidates, key=candidates.__getitem__)
         self.reason = TRYING
         self._at = 0
         """Index of the current candidate."""
         self._chosen: int | None = None
         """Index of the chosen candidate; None before the first choice."""
         self._trying = True
-        self._again = trial.again
+        self._again = _AGAIN
         """Steps from the choice to the next trial."""
         self._since = 0
         """Steps since the choice."""
@@ -109,12 +81,12 @@ class Auto:
         self._suspects: set[int] = set()
         """Candidates that took far longer than the fastest in each look."""
         self._begin()
-        self._left_out += trial.first
+        self._left_out += _FIRST
 
     @property
     def codec(self) -> str:
         """Text of the current candidate."""
-        return self.candidates[self._at].name
+        return self.candidates[self._at]
 
     @property
     def settled(self) -> bool:
@@ -186,9 +158,9 @@ class Auto:
     @property
     def _needed(self) -> int:
         if not self._trying:
-            return self.trial.watch
+            return _WATCH
         look = self._round == 0 or (self._round < _LOOKS and self._at in self._suspects)
-        return min(_LOOK, self.trial.steps) if look else self.trial.steps
+        return _LOOK if look else _STEPS
 
     def _leave_out_the_hopeless(self) -> None:
         """After the first rounds, leave out candidates that were far too slow in each of them."""
@@ -220,13 +192,13 @@ class Auto:
     def _choose(self) -> None:
         best = self._alive[-1]
         same = best == self._chosen
-        self._again = min(2 * self._again, _RAREST * self.trial.again) if same else self.trial.again
+        self._again = min(2 * self._again, _RAREST * _AGAIN) if same else _AGAIN
         self._at = self._chosen = best
         self._trying = self._changed = False
         self._since = 0
         self._usual = None
         times = {i: median(blocks.values()) for i, blocks in enumerate(self._blocks) if blocks}
-        measured = ", ".join(f"{self.candidates[i].name} {t:.3g} s" for i, t in times.items())
+        measured = ", ".join(f"{self.candidates[i]} {t:.3g} s" for i, t in times.items())
         self.reason = f"auto, by time of a step: {measured}"
 
     # ------------------------------------------------------------------ afterwards
@@ -237,22 +209,21 @@ class Auto:
             return
         changed = abs(log(seconds / self._usual)) > log(_CHANGE)
         if changed and self._changed:
-            self._again = self.trial.again
+            self._again = _AGAIN
             self._begin()
         else:
             self._changed = changed
 
     def state_dict(self) -> dict[str, Any]:
         """Return the choice, if it was made, to checkpoint."""
-        name = None if self._chosen is None else self.candidates[self._chosen].name
+        name = None if self._chosen is None else self.candidates[self._chosen]
         return {"chosen": name, "since": self._since, "again": self._again}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a choice; one that is no candidate here is ignored, and trials begin anew."""
-        names = [c.name for c in self.candidates]
-        if state["chosen"] not in names:
+        if state["chosen"] not in self.candidates:
             return
-        self._at = self._chosen = names.index(str(state["chosen"]))
+        self._at = self._chosen = self.candidates.index(state["chosen"])
         self._trying = self._changed = False
         self._since = state["since"]
         self._again = state["again"]

@@ -10,7 +10,7 @@ from typing import Any
 
 from pycomm.codecs import Codec, short_text
 from pycomm.codecs import codec as parse_codec
-from pycomm.policy.auto import TRYING, Auto, Candidate
+from pycomm.policy.auto import TRYING, Auto
 from pycomm.policy.quality import bits, reduced_error
 from pycomm.policy.rules import Policy
 
@@ -48,7 +48,6 @@ class Fastest:
             ]
             found = [c for c in found if not refusal(c)]
         self._codecs = {short_text(codec): codec for codec in found}
-        self._trial = policy.trial
         self._auto: Auto | None = None
         self._saved: Mapping[str, Any] | None = None
 
@@ -74,8 +73,8 @@ class Fastest:
         """
         if self._auto is None:
             by_size = {sizes(codec): text for text, codec in self._codecs.items()}
-            candidates = [Candidate(text, size) for size, text in by_size.items()]
-            self._auto = Auto(candidates, self._trial)
+            candidates = {text: size for size, text in by_size.items()}
+            self._auto = Auto(candidates)
             if self._saved is not None:
                 self._auto.load_state_dict(self._saved)
             return True

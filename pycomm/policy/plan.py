@@ -22,7 +22,7 @@ from pycomm import monitor
 from pycomm.codecs import Codec, short_text
 from pycomm.codecs import codec as parse_codec
 from pycomm.log import logger, tell
-from pycomm.policy.agreement import agree, agree_on_options, summary
+from pycomm.policy.agreement import agree, agree_on_options, grouped, summary
 from pycomm.policy.auto import TRYING
 from pycomm.policy.checks import Checks
 from pycomm.policy.codec_selection import Fastest
@@ -44,7 +44,6 @@ class Plan:
         options: other options that must be equal on all ranks, a line for each.
         refusal: function that returns why this hook cannot use a codec; "": it can.
         clock: function that returns seconds since some moment.
-        shown: register the plan with `pycomm.monitor`.
 
     Raises:
         ValueError: the policy names a codec that cannot be used now or later.
@@ -59,48 +58,49 @@ class Plan:
         options: Sequence[str] = (),
         refusal: Callable[[Codec], str] = lambda _: "",
         clock: Callable[[], float] = time.perf_counter,
-        shown: bool = True,
     ) -> None:
-        if why := next(filter(None, map(refusal, policy.named())), ""):
-            raise ValueError(why)
-        self.terms = (*policy.terms(), *options)
-        """The policy's fields and the options, equal on all ranks, a line for each."""
-        # This check comes first, since ranks with other rules would call other collectives.
-        agree_on_options(self.terms, group)
-        self.policy = policy
-        self.group = group
+        self.group, self._refusal, self._options, self._clock = group, refusal, options, clock
+        self.step = 0
         self.decisions: dict[str, Decision] = {}
         """Decisions by parameter name. A change replaces the decision, only between two steps."""
-        self.exactly: dict[str, str] = {}
-        """Parameters that currently travel exactly in spite of their decision, with the reason."""
-        self.step = 0
         self.overflows = 0
         """Steps whose result was not finite."""
+        self.events: deque[str] = deque(maxlen=100)
+        """The last hundred changes in the course of training, with the reasons."""
+        self._bytes = (0, 0)  # of a step's gradients: encoded once, and as they are
+        self._total = monitor.Total()
+        self._take(policy)
+        monitor.watch(self)
+        alone = not dist.is_initialized() or dist.get_rank() == 0
+        if group.size() > 1 and group.rank() == 0 and alone:
+            monitor.tell_at_exit(self._total, tell)
+
+    def _take(self, policy: Policy) -> None:
+        """Take a policy that no parameter has a decision of yet; or raise, and change nothing."""
+        if why := next(filter(None, map(self._refusal, policy.named())), ""):
+            raise ValueError(why)
+        terms = (*policy.terms(), *self._options)
+        # This check comes first, since ranks with other rules would call other collectives.
+        agree_on_options(terms, self.group)
+        self.policy = policy
+        self.terms = terms
+        """The policy's fields and the options, equal on all ranks, a line for each."""
+        self.exactly: dict[str, str] = {}
+        """Parameters that currently travel exactly in spite of their decision, with the reason."""
         self.sampled: Mapping[str, slice] = {}
         """What is to be sampled in this step: as long as it is empty, `probe` does nothing."""
         self.qualities: dict[str, Quality] = {}
         """Result of each parameter's last check."""
-        self.events: deque[str] = deque(maxlen=100)
-        """The last hundred changes in the course of training, with the reasons."""
-        self._clock = clock
-        self._refusal = refusal
         self._began: float | None = None
         self._seconds: deque[float] = deque(maxlen=15)
-        self._for_step = 1  # number of the step
-        self._stage = policy.stage(1)
-        self._selection = Fastest(policy, refusal) if policy.codec == AUTO else None
-        self._checks = Checks(policy.guard, group, clock) if policy.guard else None
+        self._for_step = self.step + 1  # number of the step
+        self._stage = policy.stage(self._for_step)
+        self._selection = Fastest(policy, self._refusal) if policy.codec == AUTO else None
+        self._checks = Checks(policy.guard, self.group, self._clock) if policy.guard else None
         self._escalated: dict[str, tuple[Codec, str]] = {}
         self._agreed: set[str] = set()
         self._since: dict[str, int] = {}  # first step of a parameter's codec
         self._told: dict[str, Codec] = {}  # the codec that was last logged for each parameter
-        self._bytes = (0, 0)  # of a step's gradients: encoded once, and as they are
-        self._total = monitor.Total()
-        if shown:
-            monitor.watch(self)
-            alone = not dist.is_initialized() or dist.get_rank() == 0
-            if group.size() > 1 and group.rank() == 0 and alone:
-                monitor.tell_at_exit(self._total, tell)
 
     # ------------------------------------------------------------------ for the hook
 
@@ -130,7 +130,7 @@ class Plan:
     def agree(self, device: torch.device) -> None:
         """Check that all ranks have decided alike, and log the decisions once; collective.
 
-        Decisions that were checked before are not checked again. See `pycomm.policy.agree`.
+        Decisions that were checked before are not checked again. See `agreement.agree`.
 
         Args:
             device: a device whose tensors the group moves.
@@ -203,52 +203,37 @@ class Plan:
             return None
         return self._checks.probe(values, pieces, residual_of, **layout)
 
-    def followed_by(
+    def follow(
         self,
         policy: Policy,
         device: torch.device,
         *,
         saved: Mapping[str, Any] | None = None,
-    ) -> Plan:
-        """Return a plan for the same parameters with another policy, or other ranks; collective.
+    ) -> None:
+        """Go on with another policy, or other ranks, for the same parameters; collective.
 
         Args:
             policy: the new policy, equal on all ranks. Its steps count from the start of
                 training.
             device: a device whose tensors the group moves.
             saved: what `state_dict` returned, equal on all ranks: the group has other ranks than
-                when this plan was made.
+                before.
 
         Raises:
             ValueError: the policy names a codec that cannot be used.
             WireMismatch: ranks have different policies; raised on all ranks.
         """
-        options = self.terms[len(self.policy.terms()) :]
-        plan = Plan(
-            policy,
-            self.group,
-            options=options,
-            refusal=self._refusal,
-            clock=self._clock,
-            shown=False,
-        )
-        plan.step, plan.overflows = self.step, self.overflows
-        plan._total = self._total
-        plan._for_step = self.step + 1
-        plan._stage = policy.stage(plan._for_step)
-        plan.events.extend(self.events)
+        self._take(policy)
         if saved is None:
-            plan.events.append(f"step {self.step + 1}: another policy, {policy.codec}")
+            self.events.append(f"step {self.step + 1}: another policy, {policy.codec}")
         else:
-            plan.events.append(f"step {self.step + 1}: {self.group.size()} ranks from now on")
-            plan.load_state_dict(saved)
-        for decision in self.decisions.values():
-            plan.add(decision.parameter)
-        plan._since = dict.fromkeys(plan.decisions, self.step + 1)
-        plan.complete()
-        plan.agree(device)
-        monitor.watch(plan, self)
-        return plan
+            self.events.append(f"step {self.step + 1}: {self.group.size()} ranks from now on")
+            self.load_state_dict(saved)
+        for decision in list(self.decisions.values()):
+            self.add(decision.parameter)
+        self._since = dict.fromkeys(self.decisions, self.step + 1)
+        self.complete()
+        self.agree(device)
 
     # ------------------------------------------------------------------ for users
 
@@ -280,10 +265,7 @@ class Plan:
 
     def report(self) -> monitor.MonitorReport:
         """Return the report for `pycomm.monitor`; without collectives, and from any thread."""
-        groups: dict[tuple[str, str], list[Decision]] = {}
         decisions = self._shown()
-        for decision in decisions:
-            groups.setdefault((decision.form, decision.reason), []).append(decision)
         found = list(self.qualities.values())
         payload, plain = _bytes(decisions)
         return monitor.MonitorReport(
@@ -306,7 +288,7 @@ class Plan:
                     values=sum(d.parameter.numel for d in members),
                     payload_bytes=_bytes(members)[0],
                 )
-                for (spec, reason), members in groups.items()
+                for (spec, reason), members in grouped(decisions).items()
             ),
             events=tuple(self.events),
         )

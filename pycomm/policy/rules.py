@@ -18,7 +18,6 @@ import torch
 from pycomm.arguments import number, put, typed, whole
 from pycomm.codecs import Cast, Codec, short_text
 from pycomm.codecs import codec as parse_codec
-from pycomm.policy.auto import Trial
 from pycomm.policy.guard import Guard
 from pycomm.policy.names import bare
 
@@ -178,8 +177,6 @@ class Policy:
     such as Adam."""
     guard: Guard | None = field(default_factory=Guard)
     """Compares samples of reduced gradients with their exact average; None: no checks."""
-    trial: Trial = field(default_factory=Trial)
-    """Options by which "auto" tries codecs."""
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -203,7 +200,6 @@ class Policy:
     def _check_types(self) -> None:
         typed("policy: codec", self.codec, str, Codec)
         typed("policy: guard", self.guard, Guard, None)
-        typed("policy: trial", self.trial, Trial)
         typed("policy: factors", self.factors, bool)
         put(self, warmup=whole("policy: warmup", self.warmup, -math.inf))
         for name in ("rules", "schedule", "candidates"):

@@ -108,6 +108,8 @@ class Adapter:
     trainer: str = ""
     """Its name in the table of refusals; "": it refuses nothing."""
     layout: Layout = field(default_factory=Layout)
+    early: bool = False
+    """A step begins before its backward adds to any gradient, and gradients are shards: FSDP2."""
     defers: bool = False
     """On a device a step may begin before the host knows whether the last one is finite. Whoever
     reads residuals on the host between two steps cannot have that."""

@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import backend
-from pycomm.arguments import whole as whole_number
 from pycomm.codecs.convert import convert
-from pycomm.errors import WireMismatch
 from pycomm.policy.exchange import gather_json, host
 from pycomm.reduction import own_group, two_shot
 from pycomm.reduction.bucket import Bucket, BucketPiece
@@ -36,7 +34,7 @@ class Nodes:
 
     Args:
         group: the ranks that reduce.
-        levels: number of the node of each rank; see `find_levels`.
+        levels: number of the node of each rank, equally many of each; see `find_levels`.
         device: where the values are.
     """
 
@@ -48,11 +46,10 @@ class Nodes:
         nodes = [[r for r, n in enumerate(levels) if n == node] for node in sorted(set(levels))]
         ours = next(node for node in nodes if group.rank() in node)
         self._place = ours.index(group.rank())
-        self._sizes = [len(node) for node in nodes]
-        self._shards = min(self._sizes)
-        """Ranks of a node that have a part: as many as the smallest node has."""
-        rails = [sorted(node[place] for node in nodes) for place in range(self._shards)]
-        across = rails[self._place] if self._place < self._shards else []
+        self._shards = len(ours)
+        """Parts of a bucket: each rank of a node has one."""
+        rails = [sorted(rail) for rail in zip(*nodes, strict=True)]
+        across = rails[self._place]
         self._numbers = tuple(across)  # of the ranks at our place, as theirs in that group
         # The rank of each row, by place, then by node.
         self._by_place = torch.tensor(rails, dtype=torch.int64, device=device).view(-1)
@@ -60,18 +57,14 @@ class Nodes:
         # pycomm's.
         mixed = backend.find(group) is not None and backend.find(group, device) is None
         carrier = f"cpu:pycomm,{device.type}:pycomm" if mixed else None
-        self._node = own_group.make_part(group, ours)
-        self._across = own_group.make_part(group, across, backend=carrier)
+        self._node = own_group.make(group, ours)
+        self._across = own_group.make(group, across, backend=carrier)
         for made in (self._node, self._across):
-            if made is not None:
-                weakref.finalize(self, own_group.close, made).atexit = False
+            weakref.finalize(self, own_group.close, made).atexit = False
 
     def __str__(self) -> str:
-        sizes = sorted(set(self._sizes))
-        return (
-            f"{len(self._sizes)} nodes of {' to '.join(map(str, sizes))} ranks: exact in a node, "
-            f"coded between nodes, where {self._shards} of a node's ranks have a part each"
-        )
+        count = self._ranks // self._shards
+        return f"{count} nodes of {self._shards} ranks: exact in a node, coded between nodes"
 
     def all_reduce(
         self,
@@ -98,18 +91,13 @@ class Nodes:
         sums = values
         if values.dtype != torch.float32:
             sums = torch.empty_like(values, dtype=torch.float32)
-        if self._place >= self._shards:
-            self._sum_in_node(places, values)
-        else:
-            runs = parts[self._place]
-            ours, place = sums[_begin(runs) : _end(runs)], places[self._place]
-            node_sum = self._sum_in_node(places, values)
-            ours.copy_(node_sum[: ours.numel()])
-            assert self._across is not None
-            options |= {"part": (runs, self._ranks), "found_inf": flag}
-            two_shot.all_reduce(sums, bucket, self._across, **options)
-            if place.dtype != torch.float32:
-                convert(ours, place, found_inf=flag)
+        runs = parts[self._place]
+        ours, place = sums[_begin(runs) : _end(runs)], places[self._place]
+        ours.copy_(self._sum_in_node(places, values)[: ours.numel()])
+        options |= {"part": (runs, self._ranks), "found_inf": flag}
+        two_shot.all_reduce(sums, bucket, self._across, **options)
+        if place.dtype != torch.float32:
+            convert(ours, place, found_inf=flag)
         self._gather_in_node(places, flag)
         return flag[0] == 0 if found_inf is None else None
 
@@ -126,22 +114,19 @@ class Nodes:
         """Sum or average rows; see `two_shot.reduce_scatter`.
 
         A node sums all rows exactly, each rank those for the ranks at its place of all nodes, and
-        codes the sums for these. Only for even nodes.
+        codes the sums for these.
 
         Args:
             output, input, average, options: as there.
             bucket: made with ``levels=self.levels`` and a row for each rank.
             group: the ranks for which this was made.
         """
-        rows = input.view(self._ranks, -1)[self._by_place].to(torch.float32)
-        if self._node is not None:
-            sums = rows.new_empty(len(self._numbers), rows.shape[1])
-            dist.reduce_scatter_tensor(sums.view(-1), rows.view(-1), group=self._node)
-            rows = sums
+        every = input.view(self._ranks, -1)[self._by_place].to(torch.float32)
+        rows = every.new_empty(len(self._numbers), every.shape[1])
+        dist.reduce_scatter_tensor(rows.view(-1), every.view(-1), group=self._node)
         wide = output.dtype == torch.float32
         result = output if wide else torch.empty_like(output, dtype=torch.float32)
         found_inf = rows.new_zeros(1)
-        assert self._across is not None
         two_shot.exchange(
             "reduce_scatter",
             lambda: rows_plan(bucket.pieces, self._numbers),
@@ -163,15 +148,13 @@ class Nodes:
         Args:
             pieces: those of a bucket that is all-reduced.
         """
-        if self._across is None:
-            return 0, 1, ()
         return self._across.rank(), self._across.size(), self._parts(pieces)[self._place]
 
     def check(self, device: torch.device) -> None:
         """Raise the error of an operation on device tensors in one of the groups; see
         `BucketReducer.check_operations`."""
         for group in (self._node, self._across):
-            ours = None if group is None else backend.find(group, device)
+            ours = backend.find(group, device)
             if ours is not None:
                 ours.check()
 
@@ -186,8 +169,6 @@ class Nodes:
             places: the values of each part.
             values: all values.
         """
-        if self._node is None:
-            return places[0]
         most, ranks = max(place.numel() for place in places), self._node.size()
         rows = values.new_empty(ranks, most, dtype=torch.float32)
         parts = [rows[i, : place.numel()] for i, place in enumerate(places)]
@@ -198,12 +179,9 @@ class Nodes:
 
     def _gather_in_node(self, places: Sequence[torch.Tensor], found_inf: torch.Tensor) -> None:
         """Let each rank of the node have all parts, and the flag of that which is not finite."""
-        if self._node is None:
-            return
         most = max(place.numel() for place in places)
         row = places[0].new_empty(most + 1)  # our part, and whether it is not finite
-        if self._place < self._shards:
-            row[: places[self._place].numel()].copy_(places[self._place])
+        row[: places[self._place].numel()].copy_(places[self._place])
         row[most:].copy_(found_inf)
         rows = row.new_empty(self._node.size(), most + 1)
         self._node._allgather_base(rows.view(-1), row).wait()
@@ -212,9 +190,7 @@ class Nodes:
         found_inf.copy_(rows[:, most].amax(0, keepdim=True))
 
 
-def find_levels(
-    group: dist.ProcessGroup, given: Sequence[int] | None, device: torch.device
-) -> list[int] | None:
+def find_levels(group: dist.ProcessGroup, device: torch.device) -> list[int] | None:
     """Return the number of each rank's node; None: a flat all-reduce sends as little; collective.
 
     A node is the ranks with one PYCOMM_HOST_ID, else with one hostname, on one boot of a machine.
@@ -222,37 +198,16 @@ def find_levels(
 
     Args:
         group: the ranks that reduce.
-        given: the node of each rank, any integers, equal on all ranks; None: as above.
         device: a device whose tensors the group moves.
-
-    Raises:
-        ValueError: `given` is no list of an integer for each rank.
-        WireMismatch: ranks were given different nodes; raised on all ranks.
     """
     from pycomm import _C
 
-    refusal, numbers = "", None
-    try:
-        numbers = None if given is None else [whole_number("nodes", each) for each in given]
-        if numbers is not None and len(numbers) != group.size():
-            raise ValueError(f"nodes= has {len(numbers)} numbers, for {group.size()} ranks")
-    except (TypeError, ValueError) as error:
-        refusal = f"{error}: give the number of the node of each rank, in rank order"
     options = _C.env()
     name = f"{host()}/{options['host_id'] or socket.gethostname()}"
-    said = gather_json([refusal, numbers, name, options["algo"] == "flat"], group, device)
-    if refusal:
-        raise ValueError(f"rank {group.rank()}: {refusal}")
-    for rank, (why, theirs, *_) in enumerate(said):
-        if why or theirs != said[0][1]:
-            here = why or f"nodes={theirs}, where rank 0 has {said[0][1]}"
-            raise WireMismatch(
-                f"rank {rank} was given other nodes: {here}; give all ranks the same"
-            )
-    names = [name for *_, name, _ in said] if numbers is None else numbers
+    said = gather_json([name, options["algo"] == "flat"], group, device)
+    names = [name for name, _ in said]
     levels = [list(dict.fromkeys(names)).index(name) for name in names]
-    count = max(levels) + 1
-    if any(flat for *_, flat in said) or not 1 < count < group.size():
+    if any(flat for _, flat in said) or not 1 < max(levels) + 1 < group.size():
         return None
     return levels
 

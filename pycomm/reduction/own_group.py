@@ -41,55 +41,37 @@ if hasattr(c10d, "_process_group_name"):  # private: a torch without it names gr
     c10d._process_group_name = _name_of(c10d._process_group_name)
 
 
-def make(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a new group of the same ranks, with the same backends and timeout; collective."""
-    return _make(group, range(group.size()), dist.get_backend(group), _number(group))
-
-
-def make_part(
-    group: dist.ProcessGroup, members: Sequence[int], *, backend: str | None = None
-) -> dist.ProcessGroup | None:
-    """Return a new group of some ranks of a group; None: there are fewer than two.
-
-    All ranks of `group` call it together, each for the ranks that it is among, or for none.
+def make(
+    group: dist.ProcessGroup,
+    members: Sequence[int] | None = None,
+    *,
+    backend: str | None = None,
+) -> dist.ProcessGroup:
+    """Return a new group of ranks of a group, with its timeout; collective.
 
     Args:
-        group: a group of these ranks.
-        members: their numbers in `group`, ascending.
-        backend: name of the new group's backend; None: as the default group's.
+        group: the ranks that call this together, each for the ranks that it is among.
+        members: their numbers in `group`, ascending; None: all of them.
+        backend: name of the new group's backends; None: those of the group.
     """
-    number = _number(group)
-    if len(members) < 2:
-        _count(f"no group {len(c10d._world.pg_names)}")
-        return None
-    return _make(group, members, backend, number)
-
-
-def _number(group: dist.ProcessGroup) -> int:
-    """Return a number that no rank of a group has had for groups of it yet; collective."""
     global _made
-    taken = int(max(made for (made,) in gather([_made], group, device_of(group))))
-    _made = taken + 1
-    return taken
-
-
-def _make(
-    group: dist.ProcessGroup, members: Sequence[int], backend: str | None, number: int
-) -> dist.ProcessGroup:
+    # A number that no rank of the group has had for groups of it yet.
+    number = int(max(made for (made,) in gather([_made], group, device_of(group))))
+    _made = number + 1
     everybody = dist.get_process_group_ranks(group)
     options = getattr(group._get_backend(device_of(group)), "options", None)
-    ranks = [everybody[rank] for rank in members]
+    ranks = everybody if members is None else [everybody[rank] for rank in members]
     _chosen.name = hashlib.sha1(f"pycomm {number} {ranks}".encode()).hexdigest()
     try:
-        made: dist.ProcessGroup = dist.new_group(
+        new: dist.ProcessGroup = dist.new_group(
             ranks,
             timeout=getattr(options, "_timeout", None),
-            backend=backend,
+            backend=backend or dist.get_backend(group),
             use_local_synchronization=True,
         )
     finally:
         del _chosen.name
-    return made
+    return new
 
 
 def wait(result: Callable[[], T], group: dist.ProcessGroup | None) -> T:
@@ -118,13 +100,6 @@ def close(group: dist.ProcessGroup) -> None:
         return  # destroy_process_group() has closed all groups
     name = c10d._world.pg_names[group]
     dist.destroy_process_group(group)
-    _count(name)
-
-
-def _count(name: str) -> None:
-    """Put an empty group among those that torch counts.
-
-    Until 2.13 torch names a user's group of some ranks by the number of groups that are there,
-    which must be equal on all of them.
-    """
+    # Until 2.13 torch names a user's group of some ranks by the number of groups that are there,
+    # which must be equal on all of them.
     c10d._world.pg_names[dist.ProcessGroup(HashStore(), 0, 1)] = c10d.GroupName(name)

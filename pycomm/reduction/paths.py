@@ -40,7 +40,7 @@ def _peers(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> st
     if why := native.why_no_peers(device):
         return why
     if bucket.levels:
-        return "nodes= makes it go by nodes"
+        return "it goes by nodes"
     most = native.most_payload_bytes(device)
     for piece in bucket.pieces:
         payload = piece.codec.encoded_bytes(piece.numel)

@@ -16,7 +16,6 @@ All ranks have the same bits if they run the same kernels, since each orthonorma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -122,7 +121,7 @@ class Exchange:
     collectives of the group would be mismatched.
 
     Args:
-        values: float32, contiguous; pieces of it are averaged in place.
+        tensor: of any float type; pieces of it are averaged in place.
         pieces: pieces with the codec PowerSGD, and exact ones. They may have residuals.
         memory: the factors from which matrices start.
         group: the ranks that average.
@@ -131,14 +130,18 @@ class Exchange:
 
     def __init__(
         self,
-        values: torch.Tensor,
+        tensor: torch.Tensor,
         pieces: Sequence[BucketPiece],
         memory: Memory,
         group: dist.ProcessGroup,
         *,
         seed: int,
     ) -> None:
-        self._group = group
+        devices: list[int | str | torch.device] = [] if tensor.is_cpu else [tensor.device]
+        self.future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
+        """Of the tensor."""
+        self._tensor, self._group = tensor, group
+        values = self._values = tensor.float().contiguous()
         self._parts: list[torch.Tensor | _Matrix] = []
         for piece in pieces:
             target = values[piece.offset : piece.offset + piece.numel]
@@ -168,6 +171,12 @@ class Exchange:
         """Wait for the second message, and write the result."""
         for matrix, mean in zip(self._matrices, self._receive(), strict=True):
             matrix.finish(mean)
+        if self._values.data_ptr() != self._tensor.data_ptr():
+            self._tensor.copy_(self._values)
+
+    def complete(self) -> None:
+        """Complete the future; if nothing has finished before, the values are undefined."""
+        self.future.set_result(self._tensor)
 
     @property
     def finite(self) -> bool:
@@ -196,22 +205,13 @@ def takes(piece: BucketPiece) -> bool:
     return isinstance(piece.codec, PowerSGD) or piece.codec == Cast("float32")
 
 
-@dataclass(frozen=True)
-class _UnderWay:
-    exchange: Exchange
-    values: torch.Tensor
-    tensor: torch.Tensor
-    at_last: Callable[[], None]
-    future: torch.futures.Future[torch.Tensor]
-
-
 class Exchanges:
     """The exchanges of one step; all turn and finish at its end, in the order of their starts."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.memory = Memory()
         self._group = group
-        self._under_way: list[_UnderWay] = []
+        self._under_way: list[tuple[Exchange, Callable[[], None]]] = []
 
     def start(
         self,
@@ -220,34 +220,23 @@ class Exchanges:
         at_last: Callable[[], None],
         *,
         seed: int,
-    ) -> tuple[Exchange, torch.futures.Future[torch.Tensor]]:
-        """Begin to average pieces of a tensor of any float type.
-
-        Args:
-            tensor: holds the result when the future is done.
-            pieces: see `Exchange`.
-            at_last: function that is called before the future is done.
-            seed: equal on all ranks.
-        """
-        values = tensor.float().contiguous()
-        exchange = Exchange(values, pieces, self.memory, self._group, seed=seed)
-        devices: list[int | str | torch.device] = [] if tensor.is_cpu else [tensor.device]
-        future: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
-        self._under_way.append(_UnderWay(exchange, values, tensor, at_last, future))
-        return exchange, future
+    ) -> Exchange:
+        """Begin to average pieces of a tensor; `at_last` is called before the future is done."""
+        exchange = Exchange(tensor, pieces, self.memory, self._group, seed=seed)
+        self._under_way.append((exchange, at_last))
+        return exchange
 
     def finish(self) -> None:
         """Complete all exchanges."""
         try:
-            for one in self._under_way:
-                one.exchange.turn()
+            for exchange, _ in self._under_way:
+                exchange.turn()
             while self._under_way:
-                one = self._under_way[0]
-                one.exchange.finish()
-                if one.values.data_ptr() != one.tensor.data_ptr():
-                    one.tensor.copy_(one.values)
-                one.at_last()
-                self._under_way.pop(0).future.set_result(one.tensor)
+                exchange, at_last = self._under_way[0]
+                exchange.finish()
+                at_last()
+                self._under_way.pop(0)
+                exchange.complete()
         except BaseException:
             self.forget()
             raise
@@ -258,5 +247,4 @@ class Exchanges:
         Whoever waits for one of their futures gets the tensor, whose values are undefined.
         """
         while self._under_way:
-            one = self._under_way.pop()
-            one.future.set_result(one.tensor)
+            self._under_way.pop()[0].complete()

@@ -22,7 +22,7 @@ from pycomm.errors import Error
 from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.residual import ALL, Spans
 from pycomm.feedback.rule import EXACT
-from pycomm.log import tell, warn_once
+from pycomm.log import tell
 from pycomm.policy import (
     CODED,
     Parameter,
@@ -110,26 +110,19 @@ class BucketReducer:
         """Return how often the group's members have been set; 0: it keeps its members."""
         return getattr(backend.find(self.process_group), "formed", 0)
 
-    def find_nodes(self, device: torch.device, given: Sequence[int] | None = None) -> None:
-        """Let hooks all-reduce by nodes, unless the backend does it; collective.
-
-        Args:
-            device: where the values are.
-            given: number of the node of each rank; see `pycomm.compress`.
-        """
+    def find_nodes(self, device: torch.device) -> None:
+        """Let hooks reduce values of a device by nodes, unless the backend does it; collective."""
         group = self.process_group
         if group.size() == 1 or self.formed_with:
             return
         if device.type == "cpu" and backend.find(group):
-            if given is not None and group.rank() == 0:
-                warn_once("nodes= has no effect here: the backend pycomm finds nodes by itself")
             return
-        levels = find_levels(group, given, device)
+        levels = find_levels(group, device)
         if not levels:
             return
         if self._kind == "momentum":
             why = "momentum is of what each rank sends: residual or decay goes by nodes"
-        elif self.layout.rows > 1 and len(set(Counter(levels).values())) > 1:
+        elif len(set(Counter(levels).values())) > 1:
             why = "nodes have unequal numbers of ranks: equal ones go by nodes"
         else:
             self.nodes = Nodes(group, levels, device)
@@ -285,11 +278,11 @@ class BucketReducer:
             for place, part in zip(places, parts, strict=True):
                 place.copy_(part)
 
-        exchange, future = self.exchanges.start(tensor, taken, put_back, seed=self.seed)
+        exchange = self.exchanges.start(tensor, taken, put_back, seed=self.seed)
         self.step.checks.append(lambda: exchange.finite)
         if probe is None:
-            return future
-        return future.then(lambda done: probe.finish(done.value()))
+            return exchange.future
+        return exchange.future.then(lambda done: probe.finish(done.value()))
 
     def _reduce_coded(
         self, tensor: torch.Tensor, bucket: Bucket
@@ -424,10 +417,8 @@ class BucketReducer:
             return
         swapped = side.settle()
         self.plan.overflows += side.hear()
-        if self.residuals:
-            if swapped:
-                self.residuals.swap(side.names)
-            self.residuals.set_step(side.names, side.last_finite)
+        if self.residuals and swapped:
+            self.residuals.swap(side.names)
         if self.plan.overflows > before:
             self.check_operations()
 

@@ -25,10 +25,6 @@ REFUSALS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "alone (torch.cuda.make_graphed_callables)",
             "capture the model alone",
         ),
-        "`nodes=`, but for DDP": (
-            "nodes= is for DistributedDataParallel: leave it out",
-            "",
-        ),
     },
     DDP: {
         "another communication hook": (
@@ -168,6 +164,11 @@ REFUSALS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "momentum is not that of the others: give all ranks equally many batches, or use "
             "pycomm.compress",
             "equally many batches",
+        ),
+        "`channels_last`": (
+            "{name} has another order in memory than its indices, as in a channels_last model: "
+            "use model.to(memory_format=torch.contiguous_format) before it is wrapped",
+            "`model.to(memory_format=torch.contiguous_format)`",
         ),
         "sparse gradients": (
             "{name} has sparse gradients, which it does not take: make it with sparse=False, or "

@@ -47,10 +47,8 @@ class SideStream:
         """Steps have been deferred since `settle`."""
         self.names: set[str] = set()
         """The parameters of the steps that were deferred last."""
-        self.last_finite = 0
-        """The last one of them that was finite, as far as the host knows; 0: none."""
-        # Of which the host has not heard: number, the host's copy of `found_inf`, when it is there.
-        self._deferred: deque[tuple[int, torch.Tensor, torch.Event]] = deque()
+        # Of which the host has not heard: its copy of `found_inf`, and when that is there.
+        self._deferred: deque[tuple[torch.Tensor, torch.Event]] = deque()
 
     def read(self, flag: torch.Tensor) -> bool:
         """Return a flag (one value) that work here has computed; waits for that work alone."""
@@ -66,10 +64,8 @@ class SideStream:
                 self.found_inf.zero_()
         return not found
 
-    def defer(self, step: int, names: set[str]) -> None:
+    def defer(self, names: set[str]) -> None:
         """End the current step, of these parameters, and let the device decide about it."""
-        if not self.ahead:
-            self.last_finite = 0
         self.open, self.ahead, self.names = False, True, names
         copy = torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=True)
         with self.stream:
@@ -78,7 +74,7 @@ class SideStream:
             self.found_inf.zero_()
             event = torch.Event(self.found_inf.device)
             event.record(self.stream)
-        self._deferred.append((step, copy, event))
+        self._deferred.append((copy, event))
 
     @property
     def is_full(self) -> bool:
@@ -88,12 +84,9 @@ class SideStream:
     def hear(self) -> int:
         """Return how many of the deferred steps that have ended since were not finite."""
         overflows = 0
-        while self._deferred and self._deferred[0][2].query():
-            step, copy, _ = self._deferred.popleft()
-            if float(copy) == 0:
-                self.last_finite = step
-            else:
-                overflows += 1
+        while self._deferred and self._deferred[0][1].query():
+            copy, _ = self._deferred.popleft()
+            overflows += float(copy) != 0
         return overflows
 
     def settle(self) -> bool:

@@ -173,7 +173,7 @@ class CompressionState:
         self.settle()
         of = Policy.of if self.transform is None else self.transform.policy_of
         with refused_together(self.process_group):
-            self.reducer.plan = self.plan.followed_by(of(codec), self.reducer.device)
+            self.plan.follow(of(codec), self.reducer.device)
         self.reducer.forget_buckets()
 
     def _check_idle(self) -> None:
@@ -187,11 +187,6 @@ class CompressionState:
         """Return the L2 norms of each parameter's worker and owner residual after the last step."""
         self.settle(last=False)
         return self.reducer.factors.norms(self.residuals) if self.residuals else {}
-
-    def residual_ages(self) -> dict[str, int]:
-        """Return the number of steps that each residual has waited; see `Residuals.ages`."""
-        self.settle(last=False)
-        return self.residuals.ages(self.step) if self.residuals else {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state to checkpoint; between two steps. Every rank saves its own.
@@ -392,9 +387,8 @@ class CompressionState:
         self._load_common(about, factors)
         self.adapter.loaded({})
         self.plan.step = self.step
-        self.reducer.plan = self.plan.followed_by(
-            self.plan.policy, self.reducer.device, saved=self.plan.state_dict()
-        )
+        saved = self.plan.state_dict()
+        self.plan.follow(self.plan.policy, self.reducer.device, saved=saved)
         if self.residuals:
             if not members.in_place(standings):
                 own = reshard([own], before, ranks)
@@ -481,7 +475,7 @@ class CompressionState:
         """
         self._check_capture()
         if self.transform is not None:
-            self.transform.before_step()
+            self.transform.before_step(absent=absent)
         if self.stays_because:
             self.follow_members()  # raises if they have changed
         reducer, before = self.reducer, self.reducer.step
@@ -599,9 +593,9 @@ class CompressionState:
         """Commit the last step as if it were finite, and let the device keep account."""
         side, step = self.reducer.side, self.reducer.step
         assert side is not None
-        side.defer(step.number, set(step.pieces))
+        side.defer(set(step.pieces))
         if self.residuals:
-            self.residuals.swap(side.names)
+            self.residuals.commit(side.names, step.number)
         step.end(finite=True, committed=True)
         self.plan.overflows += side.hear()
         self.reducer.check_operations()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 from pycomm.reduction.bucket import BucketPiece
 
@@ -51,6 +52,10 @@ class Step:
         """Its results are finite; known when it is settled."""
         self.busy = False
         """Buckets are on the way that backward does not wait for: they use the residuals."""
+        self.backward: int | None = None
+        """Number of the backward to which it belongs, where a trainer has to know it."""
+        self.entered: set[Any] = set()
+        """What has begun to be reduced in it, likewise."""
         self.looks = False
         """It sums the squares of rows and columns; see `pycomm.reduction.factors`."""
         self.waits: list[Callable[[], object]] = []

@@ -72,9 +72,9 @@ class DiscardedGradients:
         self._stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since then
         self._moved: set[str] | None = set()  # moved by `_stepped`; None: not looked up yet
         self._tracked: set[str] = set()  # parameters that have been moved before
-        self._gone: set[str] = set()  # backward has found no gradient, or zero
-        self._reached: set[str] = set()  # reached by a backward since the last step
-        self._found: dict[str, torch.Tensor] = {}  # on a device: whether a gradient was nonzero
+        # Whether a backward has found a gradient that is not zero, of those that one has reached
+        # since the last step; a tensor is read later, so that backward does not wait for a device.
+        self._found: dict[str, bool | torch.Tensor] = {}
         self._reducing = False
         self._elsewhere = False  # other ranks have taken the last step's gradients
         self._handles: list[Any] = []
@@ -114,8 +114,6 @@ class DiscardedGradients:
             self._arm()
         else:
             self.release()
-        self._gone.clear()
-        self._reached.clear()
         self._found.clear()
         self._reducing = True
         return thrown
@@ -139,18 +137,17 @@ class DiscardedGradients:
 
     def look(self, name: str) -> None:
         """Record the state of a parameter's gradient before a backward adds to it."""
-        if self._reducing or name in self._reached:  # reached before, or this step has begun
+        if self._reducing or name in self._found:  # this step has begun, or reached before
             return
-        if name in self._versions and self.waiting([name]):
-            gradient = self._parameters[name].grad
-            if gradient is None:
-                self._gone.add(name)
-            elif gradient.is_cpu:
-                if not _holds(gradient):
-                    self._gone.add(name)
-            else:  # read later with the others, so that backward does not wait for the device
-                self._found[name] = gradient.any()
-        self._reached.add(name)
+        looks = name in self._versions and self.waiting([name])
+        self._found[name] = self._held(name) if looks else True
+
+    def _held(self, name: str) -> bool | torch.Tensor:
+        """Return whether a parameter has a gradient that is not zero."""
+        gradient = self._parameters[name].grad
+        if gradient is None:
+            return False
+        return _holds(gradient) if gradient.is_cpu else gradient.any()
 
     def _all_moved(self) -> set[str]:
         """Return the parameters of all optimizers that have stepped."""
@@ -166,29 +163,25 @@ class DiscardedGradients:
 
     def _all_gone(self, waiting: set[str]) -> set[str]:
         """Return those of these parameters whose gradients are None or zero."""
-        gone = waiting & self._gone
-        there: list[tuple[str, torch.Tensor]] = []
-        for name in waiting - gone:
-            gradient = self._parameters[name].grad
-            if gradient is None:
-                gone.add(name)
-            # A gradient that this backward has reached has another value by now.
-            elif self._early or (self._handles and name not in self._reached):
-                own = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                there.append((name, own))
+        gradients = {name: self._parameters[name].grad for name in waiting}
+        gone = {name for name, gradient in gradients.items() if gradient is None}
+        there = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         if self._early:
-            if any(own.numel() for _, own in there) and not any(_holds(own) for _, own in there):
-                gone.update(name for name, _ in there)
-            return gone
-        found = {name: found for name, found in self._found.items() if name in waiting}
-        for name, gradient in there:
-            if not gradient.is_cpu:
-                found[name] = gradient.any()
-            elif not _holds(gradient):
+            own = [g.to_local() if isinstance(g, DTensor) else g for g in there.values()]
+            zeros = any(part.numel() for part in own) and not any(map(_holds, own))
+            return waiting if zeros else gone
+        late: dict[str, torch.Tensor] = {}
+        for name in there:
+            held = self._found.get(name)
+            if held is None and self._handles:  # else it may be that of this backward by now
+                held = self._held(name)
+            if isinstance(held, torch.Tensor):
+                late[name] = held
+            elif held is False:
                 gone.add(name)
-        if found:
-            held = torch.stack(list(found.values())).tolist()
-            gone.update(name for name, one in zip(found, held, strict=True) if not one)
+        if late:
+            held_there = torch.stack(list(late.values())).tolist()
+            gone.update(name for name, one in zip(late, held_there, strict=True) if not one)
         return gone
 
     def _arm(self) -> None:

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 import pycomm  # noqa: E402
 from pycomm.momentum.job import Job  # noqa: E402
 from pycomm.momentum.kernels import Kernels  # noqa: E402
-from pycomm.momentum.moment import AdamWMoment  # noqa: E402
+from pycomm.momentum.moment import CodedMoment  # noqa: E402
 from pycomm.momentum.passes import DTYPES, Passes  # noqa: E402
 from pycomm.momentum.table import Table  # noqa: E402
 from pycomm.reduction.bucket import BucketPiece  # noqa: E402
@@ -53,7 +53,7 @@ def test_shards_add_to_the_same_sums_in_order():
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     rows, columns, shards = 4096, 512, 4
-    moment = AdamWMoment(
+    moment = CodedMoment(
         torch.nn.Parameter(torch.zeros(rows, columns)),
         {"betas": (0.75, 0.9), "eps": 1e-8},
         {},
@@ -67,7 +67,7 @@ def test_shards_add_to_the_same_sums_in_order():
         moment.begin()
         table = Table(CPU, [(moment, piece)], None, *bucket.shape)
         how: dict[str, Any] = {"unit": 1.0, "ranks": 1, "looks": True, "divides": True}
-        Job(Passes(CPU), table, bucket, **how).encode(scale=lambda new: None)
+        Job(Passes(CPU, {"": moment}), table, bucket, **how).encode(scale=lambda new: None)
         found = moment.room[len(moment.numbers) + rows :][:columns]
         want = torch.zeros(columns)
         for shard in gradient:

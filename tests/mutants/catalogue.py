@@ -471,7 +471,7 @@ BOUNDS = (
     ),
     Mutant(
         "megatron-padded-gradients-stay-local",
-        "pycomm/hooks/megatron.py::_BucketGroup._reduce.complete",
+        "pycomm/hooks/megatron.py::BucketGroup._reduce.complete",
         "view.copy_(part)",
         "pass",
         "torch/hooks/test_other_trainers.py::test_buckets_have_the_bits_of_ddp",

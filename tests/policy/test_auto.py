@@ -12,17 +12,12 @@ import pytest
 
 from pycomm import monitor
 from pycomm.policy import Policy
-from pycomm.policy.auto import Auto, Candidate, Trial, likely
+from pycomm.policy import auto as constants
+from pycomm.policy.auto import Auto, likely
 from pycomm.policy.codec_selection import Fastest
 
 MB = 1 << 20
-CANDIDATES = [
-    Candidate("fp32", 100 * MB),
-    Candidate("int8", 26 * MB),
-    Candidate("bf16", 50 * MB),
-    Candidate("int4", 13 * MB),
-]
-BYTES = {c.name: c.bytes for c in CANDIDATES}
+BYTES = {"fp32": 100 * MB, "int8": 26 * MB, "bf16": 50 * MB, "int4": 13 * MB}
 CODING = {"fp32": 0.0, "bf16": 0.01, "int8": 0.02, "int4": 0.02}
 
 
@@ -57,7 +52,7 @@ def run(auto: Auto, clock: Clock, steps: int) -> list[str]:
 
 
 def test_a_slow_link_gets_the_smallest_codec():
-    auto = Auto(CANDIDATES, Trial())
+    auto = Auto(BYTES)
     used = run(auto, Clock(12.5 * MB), 200)
     assert auto.settled
     assert auto.codec == "int4"
@@ -67,14 +62,14 @@ def test_a_slow_link_gets_the_smallest_codec():
 
 def test_between_them_the_finest_that_is_as_fast_wins():
     # int8 and int4 both hide behind computing; bf16 does not.
-    auto = Auto(CANDIDATES, Trial())
+    auto = Auto(BYTES)
     run(auto, Clock(60 * MB, compute=2.0), 200)
     assert auto.codec == "int8"
 
 
 def test_a_slow_codec_says_nothing_of_larger_ones():
     # A sparse codec that takes longer than exact steps do.
-    auto = Auto([*CANDIDATES, Candidate("powersgd", MB), Candidate("topk", 2 * MB)], Trial())
+    auto = Auto({**BYTES, "powersgd": MB, "topk": 2 * MB})
     seconds = {"powersgd": 0.2, "topk": 0.9, "int4": 0.21, "int8": 0.18, "bf16": 0.15, "fp32": 0.1}
     for _ in range(300):
         take(auto, seconds[auto.codec])
@@ -102,7 +97,7 @@ def choices(seconds: dict[str, float], noise: float, often: float) -> tuple[Coun
     chosen: Counter[str] = Counter()
     most = 0
     for seed in range(100):
-        auto, load, exact = Auto(CANDIDATES, Trial()), Load(seed, noise, often), 0
+        auto, load, exact = Auto(BYTES), Load(seed, noise, often), 0
         while not auto.settled:
             exact += auto.codec == "fp32"
             take(auto, load(seconds[auto.codec]))
@@ -142,7 +137,7 @@ def test_slower_steps_meet_all_candidates():
         ({"fp32": 1.0, "int4": 1.1}, "fp32"),
         ({"fp32": 1.2, "int4": 1.0}, "int4"),
     ):
-        auto = Auto([Candidate("fp32", 100), Candidate("int4", 13)], Trial())
+        auto = Auto({"fp32": 100, "int4": 13})
         for step in range(200):
             if auto.settled:
                 break
@@ -161,8 +156,9 @@ def test_the_test_of_ranks_is_wilcoxons():
     assert likely([1.0, 2, 3, 4, 5]) == 1 / 32
 
 
-def test_a_choice_stays_among_equals():
-    auto = Auto(CANDIDATES, Trial(again=50))
+def test_a_choice_stays_among_equals(monkeypatch):
+    monkeypatch.setattr(constants, "_AGAIN", 50)
+    auto = Auto(BYTES)
     clock = Clock(60 * MB, compute=2.0, noise=0.005)
     chosen = set()
     for _ in range(40):
@@ -182,23 +178,30 @@ def test_a_choice_stays_among_equals():
     ],
 )
 def test_the_slowest_rank_counts(others, best):
-    auto = Auto([Candidate("fp32", 100), Candidate("int8", 26)], Trial())
+    auto = Auto({"fp32": 100, "int8": 26})
     while not auto.settled:
         take(auto, 1.0 if auto.codec == "fp32" else 0.5, *others[auto.codec])
     assert auto.codec == best
 
 
-def test_it_looks_again_now_and_then():
-    auto = Auto(CANDIDATES, Trial(again=50))
+def test_it_looks_again_now_and_then(monkeypatch):
+    monkeypatch.setattr(constants, "_AGAIN", 50)
+    auto = Auto(BYTES)
     run(auto, Clock(12.5 * MB), 150)
     assert auto.codec == "int4"
     run(auto, Clock(1e12), 300)
     assert auto.codec == "fp32"
 
 
-def test_a_changed_step_time_starts_new_trials():
-    trial = Trial(again=10**6, watch=20)
-    auto = Auto(CANDIDATES, trial)
+@pytest.fixture
+def watching(monkeypatch):
+    """Let nothing but the time of steps start new trials."""
+    monkeypatch.setattr(constants, "_AGAIN", 10**6)
+    monkeypatch.setattr(constants, "_WATCH", 20)
+
+
+def test_a_changed_step_time_starts_new_trials(watching):
+    auto = Auto(BYTES)
     run(auto, Clock(1e12), 200)
     assert auto.codec == "fp32"
     run(auto, Clock(12.5 * MB), 200)  # the link has become slow
@@ -208,30 +211,31 @@ def test_a_changed_step_time_starts_new_trials():
     assert auto.codec == "fp32"
 
 
-def test_one_slow_stretch_is_no_change():
-    auto = Auto(CANDIDATES, Trial(again=10**6, watch=20))
+def test_one_slow_stretch_is_no_change(watching):
+    auto = Auto(BYTES)
     run(auto, Clock(1e12), 200)
     # Of two watches one at most is slow at the median, and one is, wherever they begin.
     used = run(auto, Clock(12.5 * MB), 19) + run(auto, Clock(1e12), 100)
     assert set(used) == {"fp32"}
 
 
-def test_trials_become_rarer_while_nothing_changes():
-    auto = Auto(CANDIDATES, Trial(again=50))
+def test_trials_become_rarer_while_nothing_changes(monkeypatch):
+    monkeypatch.setattr(constants, "_AGAIN", 50)
+    auto = Auto(BYTES)
     used = run(auto, Clock(60 * MB, compute=2.0), 4000)
     # 50, 100, 200, 400, 800, 800 ... steps between trials of about a hundred.
     assert used.count("int8") > 3000
 
 
 def test_a_saved_choice_goes_on():
-    auto = Auto(CANDIDATES, Trial())
+    auto = Auto(BYTES)
     run(auto, Clock(12.5 * MB), 200)
-    other = Auto(CANDIDATES, Trial())
+    other = Auto(BYTES)
     other.load_state_dict(auto.state_dict())
     assert other.settled
     assert other.codec == auto.codec
     assert "checkpoint" in other.reason
-    fresh = Auto(CANDIDATES[:1], Trial())
+    fresh = Auto({"fp32": 100})
     fresh.load_state_dict(auto.state_dict())  # int4 is no candidate there
     assert not fresh.settled
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -26,6 +27,7 @@ import pycomm
 from pycomm.codecs import Codec, RandomKey, register
 from pycomm.feedback import Residuals
 from pycomm.policy import Decision, Parameter
+from pycomm.reduction import nodes as by_nodes
 from pycomm.reduction.bucket import Bucket
 from tests.torch.pool import Pool, on_ranks
 
@@ -82,12 +84,6 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether the bytes are the same: also those of NaNs, and the sign of zeros."""
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
     return a.dtype == b.dtype and torch.equal(a.view(bits), b.view(bits))
-
-
-def near(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    """Return whether values are equal but for a few roundings, as those of two AdamWs."""
-    pairs = zip(a, b, strict=True)
-    return all(torch.allclose(x, y, rtol=1e-5, atol=1e-6) for x, y in pairs)
 
 
 def same_as_gloo(pool: Pool, function: Callable[..., Any], *args: Any, ranks: int = 2) -> list[Any]:
@@ -283,6 +279,14 @@ def compressed(
     """Return a model of chosen gradients in DDP, which has several buckets, and its state."""
     model = DistributedDataParallel(Chosen(), **{"bucket_cap_mb": 0.02, **options})
     return model, pycomm.compress(model, spec, feedback=feedback)
+
+
+def compressed_on(nodes: Sequence[int] | None, model: Any, *args: Any, **options: Any) -> Any:
+    """Compress a model on ranks of which those with one number are of one node; None: of one."""
+    with pytest.MonkeyPatch.context() as patch:
+        if nodes is not None:
+            patch.setattr(by_nodes, "host", lambda: f"node {nodes[dist.get_rank()]}")
+        return pycomm.compress(model, *args, **options)
 
 
 def lost(

@@ -24,7 +24,7 @@ import pycomm
 from pycomm import backend
 from pycomm._build import load_c10d
 from pycomm.local_sgd import Streamed
-from pycomm.policy import Guard, Policy, Rule, Trial
+from pycomm.policy import Guard, Policy, Rule
 from tests.torch import interpreter
 from tests.torch.harness import check_sum
 from tests.torch.pool import on_ranks
@@ -412,7 +412,6 @@ NUMPY: list[Callable[[], Any]] = [
     lambda: Policy("auto", error=np.float64(0.5)).error,
     lambda: Rule(codec="int8", min_numel=np.int64(5)).min_numel,
     lambda: Guard(every=np.int64(4)).every,
-    lambda: Trial(steps=np.int64(4)).steps,
     lambda: pycomm.Feedback("decay", np.float32(0.5)).decay,
     lambda: pycomm.compress(wrapped(), seed=np.uint64(2**63)).reducer.seed,
 ]
@@ -438,7 +437,6 @@ REFUSED: list[Callable[[], Any]] = [
     *options_of(Policy, "error", "4", float("inf"), float("nan"), 0),
     *options_of(Policy, "warmup", "x", 1.5, -1),
     *options_of(Policy, "guard", True, False, 3),
-    *options_of(Policy, "trial", 5, None),
     *options_of(Policy, "schedule", (5, "int4"), "int4", ((5,),)),
     *options_of(Policy, "candidates", "int4", (8,)),
     *(lambda what=what: Rule(codec=what) for what in (None, 8)),
@@ -446,8 +444,6 @@ REFUSED: list[Callable[[], Any]] = [
     lambda: Rule(codec="int8", min_numel="5"),
     *options_of(Guard, "every", *NUMBERS, 0),
     *options_of(Guard, "share", "x", float("nan"), 2),
-    *options_of(Trial, "steps", *NUMBERS, 0),
-    *options_of(Trial, "first", "x", -1),
     lambda: pycomm.Feedback("decay", decay="x"),
     lambda: pycomm.CompressionState(8),
     lambda: pycomm.HookState("int8", None),

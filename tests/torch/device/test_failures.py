@@ -33,7 +33,7 @@ from pycomm.reduction.paths import chosen
 from tests.torch.device import fake_device
 from tests.torch.device.fake_device import GROUP
 from tests.torch.device.fake_device import NAME as FAKE
-from tests.torch.harness import bucket_of
+from tests.torch.harness import bucket_of, compressed_on
 
 LATE = 1200  # milliseconds that a stream is busy, longer than the limit of an operation
 LIMIT = 0.4
@@ -371,7 +371,7 @@ def test_a_rank_that_dies_by_nodes_leaves_no_result(rank, ranks, stage):
     """In any stage; the ranks of its node and of its place learn the reason, in time."""
     model = nn.Linear(300, 300).to(FAKE)
     ddp = nn.parallel.DistributedDataParallel(model)
-    state = pycomm.compress(ddp, "int4", nodes=[0, 0, 1, 1])
+    state = compressed_on([0, 0, 1, 1], ddp, "int4")
 
     def step() -> None:
         ddp.zero_grad()

@@ -24,7 +24,7 @@ from pycomm.reduction import paths, two_shot
 from tests.torch.device.fake_device import GROUP, launched, on_fakes, run, same_as_cpu
 from tests.torch.device.fake_device import NAME as FAKE
 from tests.torch.device.test_operations import check_bits, generator
-from tests.torch.harness import Chosen, bucket_of, equal, gradients, heard, reduced
+from tests.torch.harness import Chosen, bucket_of, compressed_on, equal, gradients, heard, reduced
 from tests.torch.pool import Pool
 
 # On both sides of the size from which a residual is kept in bf16.
@@ -39,7 +39,7 @@ def check_ddp(
 ) -> Any:
     with heard(logging.INFO) as log:
         model = nn.parallel.DistributedDataParallel(Chosen(shapes).to(device))
-        state = pycomm.compress(model, codec, nodes=nodes)
+        state = compressed_on(nodes, model, codec)
         results = []
         for step in range(3):
             given = gradients(rank, step, shapes=shapes)

@@ -89,18 +89,6 @@ def test_cpp_and_torch_leave_the_same_bits(text, spec):
 # ------------------------------------------------------------------------------- laws
 
 
-@pytest.mark.parametrize("spec", ["int8", "int4", "topk:0.01", "sign", "bf16"])
-def test_what_was_sent_and_what_is_owed_are_the_sum_of_all(spec):
-    codec, steps, numel = pycomm.codec(spec), 30, 3000
-    residual = Residual(Feedback(), numel, CPU)
-    xs = gradients(steps, numel)
-    sent = sum(send(codec, residual, x).double() for x in xs)
-    largest = xs.abs().amax() * steps
-    lost = (sent + residual.current("worker") - xs.double().sum(0)).abs().max()
-    # Each step rounds x + e and p - decode once: half a unit of the largest possible sum.
-    assert lost <= 2 * steps * 2.0**-24 * largest
-
-
 def test_decay_is_sparselocos():
     """Sarfi et al. 2025, algorithm 1: ``e <- b e + x``, and what is sent is taken off."""
     codec, numel = pycomm.codec("topk:0.05,indices=int12,values=bins2"), 5000
@@ -194,7 +182,6 @@ def test_other_owners_change_nothing_of_what_is_owed():
     residual.use("elsewhere", 3)
     residual.commit(7)
     assert not residual.current("owner").any()
-    assert residuals.ages(9) == {"a": 2}
 
 
 @pytest.mark.parametrize("rule", ["residual", "decay:0.9", "momentum:0.9"])

@@ -161,11 +161,9 @@ def test_an_unused_parameter_keeps_what_it_owes(rank, size, feedback):
     after = owed(state)
     assert torch.equal(before["small"], after["small"])
     assert not torch.equal(before["big"], after["big"])
-    assert state.residual_ages() == {"big": 0, "small": 2}
     # One rank uses the parameter: the others send their residuals.
     reduced(model, gradients(rank, 5, SHAPES if rank == 0 else ["big", "bias"]))
     assert not torch.equal(owed(state)["small"], before["small"])
-    assert state.residual_ages() == {"big": 0, "small": 0}
 
 
 @on_ranks(2)
@@ -180,10 +178,8 @@ def test_a_frozen_parameter_keeps_its_residual(rank, size, feedback):
         got = reduced(model, gradients(rank, step))
         if frozen:
             assert torch.equal(owed(state)["small"], before)
-            assert state.residual_ages()["small"] == step - 2
         else:
             missing += mean(size, step)["small"] - got["small"]
-    assert not any(state.residual_ages().values())
     if feedback == "residual":
         near_zero(missing - owed(state)["small"])
 

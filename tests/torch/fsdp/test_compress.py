@@ -24,9 +24,7 @@ import pycomm
 from pycomm import backend
 from pycomm.errors import Error
 from pycomm.hooks import fsdp_seams
-from pycomm.hooks.fsdp import FSDPHooks
 from pycomm.policy import Policy
-from tests.extent import FULL
 from tests.torch import harness
 from tests.torch.harness import (
     CODED,
@@ -109,24 +107,6 @@ def test_exact_gradients_are_those_without_a_codec(rank, size, shape):
 def test_other_backends_give_the_same_bits(rank, size, shape):
     specs = ("int8", "int4:rounding=stochastic")
     return [p for spec in specs for p in trained(rank, size, spec, shape, 3)[0]]
-
-
-@on_ranks()
-@pytest.mark.parametrize(
-    ("shape", "ranks", "coded"),
-    [
-        ("fsdp", 2, ["int4", *(["int8"] if FULL else [])]),
-        ("hsdp", 4, ["int4", *(["powersgd:4"] if FULL else [])]),
-    ],
-)
-def test_compressed_training_reaches_the_exact_loss(rank, size, shape, coded):
-    ends = torch.tensor([trained(rank, size, s, shape, 34)[1][-10:] for s in (None, *coded)])
-    dist.all_reduce(ends, dist.ReduceOp.AVG)
-    exact, *compressed = ends.mean(dim=1).tolist()
-    assert exact < 1.0  # it started at ln 10 = 2.3
-    for spec, loss in zip(coded, compressed, strict=True):
-        # Batches of 32 decide the last digits; PowerSGD's residual is all that rank 4 cannot hold.
-        assert loss == pytest.approx(exact, rel=0.2 if "powersgd" in spec else 0.02), spec
 
 
 @on_ranks(2, backend=None)
@@ -289,11 +269,11 @@ def test_post_accumulate_hooks_and_broken_backwards(rank, size, shape):
     def fail(*_: object) -> None:
         raise RuntimeError("broken off")
 
-    before, end = residuals_of(state.state_dict()), FSDPHooks._end_backward
-    FSDPHooks._end_backward = fail
+    before, end = residuals_of(state.state_dict()), state.end_step
+    state.end_step = fail
     with pytest.raises(RuntimeError, match="broken off"):
         reduced(model, gradients(rank, 9))
-    FSDPHooks._end_backward = end
+    state.end_step = end
     assert equal(before, residuals_of(state.state_dict()))
     assert equal(*(reduced(m, gradients(rank, 2)) for m in (model, calm)))
 

@@ -12,7 +12,7 @@ import pycomm
 from pycomm.feedback import Feedback, Residual, storage
 from pycomm.momentum.job import Job
 from pycomm.momentum.kernels import Kernels
-from pycomm.momentum.moment import AdamWMoment, SGDMoment
+from pycomm.momentum.moment import CodedMoment, SGDMoment
 from pycomm.momentum.passes import Passes
 from pycomm.momentum.table import Table
 from pycomm.reduction.bucket import BucketPiece
@@ -21,7 +21,7 @@ from tests.torch.optim.plain_moment import PlainMoment
 SHAPES = [(1, 1), (3, 5), (64, 16), (65, 33), (7, 600), (300, 31), (129, 515)]
 RANKS, STEPS = 3, 9
 GROUPS = {"adamw": {"betas": (0.9, 0.95), "eps": 1e-8}, "sgd": {"momentum": 0.9}}
-KINDS = {"adamw": AdamWMoment, "sgd": SGDMoment}
+KINDS = {"adamw": CodedMoment, "sgd": SGDMoment}
 # Steps in which nothing is divided, sums do not travel, gradients are far above the bound, they are
 # clipped after the backward, and sums are not finite.
 WHOLE, ALONE, HUGE, CLIPPED, WRONG = 1, (2, 3, 6), 4, 5, 6
@@ -139,14 +139,15 @@ class ByPasses(Followed):
 
     def __init__(self, kernels: Kernels, *args: Any) -> None:
         super().__init__(*args)
-        self.passes = Passes(kernels)
-        self.all = []
+        moments: dict[str, CodedMoment] = {}
+        self.passes = Passes(kernels, moments)
         for i in range(len(SHAPES)):
             whole = torch.nn.Parameter(self.given[i])
             where = {"shard": self.shard, "shards": self.shards}
             moment = KINDS[self.kind](whole, self.group, {}, self.codec, **where)
             moment.parameter = torch.nn.Parameter(self.own(i).clone())
-            self.all.append(moment)
+            moments[str(i)] = moment
+        self.all = list(moments.values())
 
     def moments(self) -> list[torch.Tensor]:
         keys = (self.all[0].key, "row", "column", "heard", "moment_weight", "coding_error")
@@ -161,7 +162,7 @@ class ByPasses(Followed):
     ) -> torch.Tensor:
         for moment in self.all:
             moment.begin()
-        self.passes.refresh(self.all)
+        self.passes.refresh()
         pieces = [
             (moment, BucketPiece("", sum(self.sizes[:i]), n, moment.codec, 0, self.kept[i][0]))
             for i, (moment, n) in enumerate(zip(self.all, self.sizes, strict=True))
@@ -189,11 +190,11 @@ class ByPasses(Followed):
     def finish(self, gradients: Sequence[torch.Tensor], *, travels: bool) -> None:
         for moment, gradient in zip(self.all, gradients, strict=True):
             moment.parameter.grad = gradient.clone()
-        sums = self.passes.sums_of(self.all)
-        self.passes.collect(self.all, sums)
+        sums = self.passes.room_for_sums()
+        self.passes.collect(sums)
         self.sums = [sums.clone()]
-        self.passes.commit(self.all, RANKS * sums if travels else None, RANKS, lambda one: True)
-        self.passes.move(self.all, self.all, 0.1, 0.01)
+        self.passes.commit(RANKS * sums if travels else None, RANKS)
+        self.passes.move(self.all, 0.1, 0.01)
 
 
 class ByDefinition(Followed):

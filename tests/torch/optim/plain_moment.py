@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from pycomm.feedback import storage
 from pycomm.momentum import agreement
-from pycomm.momentum.moment import LIMIT, AdamWMoment, SGDMoment
+from pycomm.momentum.moment import LIMIT, CodedMoment, SGDMoment
 
 TINY, FLOOR = 1e-30, 0.1
 EXTRA = 3 + agreement.ROWS
@@ -200,7 +200,7 @@ class PlainMoment:
                 energies = float(self.mean_energy), float(self.own_energy)
                 own = float(self.weight) * share(*energies, self.ranks)
                 energy = total(of_rows) * square
-                bound = (SGDMoment if self.is_sgd else AdamWMoment).bound(self.ranks)
+                bound = (SGDMoment if self.is_sgd else CodedMoment).bound(self.ranks)
                 most = (total(self.sums[0][rows]) * number(bound**2 / own)).clamp_min(TINY)
                 found[shard] = root(most / energy) if energy > most else number(1.0)
         return found

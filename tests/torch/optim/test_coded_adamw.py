@@ -14,12 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.feedback import storage
-from pycomm.momentum import agreement
-from tests.extent import each_value
 from tests.torch.harness import Chosen, all_equal, equal, values, whole
 from tests.torch.optim import table
 from tests.torch.optim.plain_agreement import SIZES, SIZES_OF_SGD, PlainAdamW, PlainSGD
-from tests.torch.optim.plain_moment import PlainMoment, share, shortened
+from tests.torch.optim.plain_moment import shortened
 from tests.torch.optim.table import CALM, SHAPES, gradients, integers, named, train
 from tests.torch.pool import on_ranks
 
@@ -253,41 +251,6 @@ def test_without_sent_values_ranks_use_the_momentum(rank, size):
     two.zero_grad()
     b({name: torch.zeros(shape) for name, shape in SHAPES.items()}).backward()
     torch.testing.assert_close(b.module.big.grad, beta * before, rtol=1e-5, atol=1e-7)
-
-
-# -------------------------------------------------------------------------------------- agreement
-# The share of the ranks' squares that belongs to their mean.
-
-
-def measured(ranks: int, noise: float, steps: int, rows: int = 200, columns: int = 48) -> float:
-    """Return the share over some steps of gradients with a common part of square 1."""
-    generator = torch.Generator().manual_seed(ranks)
-    of_mean = own = 0.0
-    moment = PlainMoment(torch.zeros(rows, columns), rows, {"betas": (0.9, 0.5)}, 0.0)
-    for _ in range(steps):
-        common = torch.randn(rows, columns, generator=generator)
-        found = []
-        for _ in range(ranks):
-            moment.begin()
-            gradient = common + noise * torch.randn(rows, columns, generator=generator)
-            moment.look({0: gradient}, 1.0, True)
-            found.append(moment.fresh[-agreement.ROWS :])
-        moment.steps += 1
-        of_mean += float((sum(found) / ranks).square().sum())
-        own += float(sum(one.square().sum() for one in found)) / ranks
-    return share(of_mean, own, ranks)
-
-
-@each_value
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-@pytest.mark.parametrize("noise", [0.0, 1.0, 10.0])
-def test_agreement_is_the_share_of_the_mean(ranks, noise):
-    wanted = (1 + noise**2 / ranks) / (1 + noise**2)
-    found = measured(ranks, noise, steps=60)
-    if noise == 0:
-        assert found == 1  # equal gradients have equal projections
-    else:  # 60 steps of 50 rows or more: the standard deviation of a mean of squares is 0.026
-        assert found == pytest.approx(wanted, rel=0.12)
 
 
 # --------------------------------------------------------------------------------- steps stay small

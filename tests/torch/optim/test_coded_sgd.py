@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler
 
-import pycomm
 from tests.torch.harness import equal, values
 from tests.torch.optim import table
 from tests.torch.optim.table import gradients, integers
@@ -78,30 +76,6 @@ def test_a_float64_parameter_keeps_its_digits(rank, size, codec):
         table.step(model, one, given)
         table.step(plain, two, given)
     assert equal(values(model), values(plain))
-
-
-def learns(rank: int, size: int, codec: str) -> float:
-    """Fit a linear map from noisy batches of each rank; return the error."""
-    torch.manual_seed(1)
-    net = torch.nn.Linear(64, 48, bias=False)
-    model = DistributedDataParallel(net)
-    wanted = torch.randn(48, 64, generator=torch.Generator().manual_seed(2)) / 8
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    coded: Any = pycomm.code_optimizer(optimizer, model, codec)
-    generator = torch.Generator().manual_seed(3 + rank)
-    for _ in range(150):
-        x = torch.randn(32, 64, generator=generator)
-        coded.zero_grad()
-        (model(x) - x @ wanted.T).square().mean().backward()
-        coded.step()
-    return float((net.weight.detach() - wanted).square().mean())
-
-
-@pytest.mark.parametrize("codec", ["sign", "eden:bits=1,scale=mmse"])
-def test_one_bit_learns_what_exact_momentum_learns(pool, codec):
-    untrained = 1 / 64 + 1 / (3 * 64)  # of the wanted map and of torch's initial one
-    for coded in pool.run(learns, codec):
-        assert coded < 1e-3 * untrained
 
 
 @on_ranks(4)

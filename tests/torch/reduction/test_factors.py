@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.feedback.storage import powers
-from pycomm.policy import Policy
-from pycomm.reduction.factors import EVERY, Factors, Matrix, is_look
+from pycomm.reduction.factors import Factors, Matrix
 from tests.torch import harness
 from tests.torch.elastic.member import on_members
 from tests.torch.harness import Chosen, alike, all_equal, equal, gradients, on_both, reduced
@@ -412,12 +411,6 @@ def test_a_new_member_has_the_factors_of_the_others(rank, member, handles):
 # ------------------------------------------------------------------- without ranks
 
 
-def test_looks_are_frequent_at_first():
-    looks = [step for step in range(300) if is_look(step)]
-    assert looks == [1, 2, 4, 8, 16, 32, 64, 128, 192, 256]
-    assert EVERY == 64
-
-
 def test_powers_of_two_are_exact():
     exponents = torch.arange(-100, 101)
     assert torch.equal(powers(exponents).double(), 2.0 ** exponents.double())
@@ -445,11 +438,3 @@ def test_columns_within_a_factor_of_four_are_alike():
     assert decided(Factors(), 4.0**2, 4.0**-2) == [2, -2]
     assert decided(Factors(), 4.0**2) == [0]
     assert decided(Factors(), 4.0**5, 0.0) == [5, 0]  # and so are those without gradients
-
-
-def test_a_policy_says_whether_there_are_factors():
-    assert Policy.of("int8").factors
-    assert not Policy.of("int8 factors=off").factors
-    assert Policy.of("int8").terms() != Policy.of("int8 factors=off").terms()
-    with pytest.raises(TypeError, match="factors"):
-        Policy("int8", factors="off")  # type: ignore[arg-type]

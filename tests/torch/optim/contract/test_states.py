@@ -198,7 +198,8 @@ def test_loading_heeds_hooks_and_keeps_the_groups(rank, size, which):
 
 @on_ranks()
 @rows()
-def test_a_step_by_momentum_before_a_load_is_refused(rank, size, which):
+def test_momentum_of_before_a_load_is_refused(rank, size, which):
+    """By a step, and by a backward that would add to it."""
     model, optimizer = fresh(which)
     train(model, optimizer, rank, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
@@ -207,14 +208,6 @@ def test_a_step_by_momentum_before_a_load_is_refused(rank, size, which):
     with pytest.raises(Error, match="a state was loaded after the last backward"):
         optimizer.step()
     train(model, optimizer, rank, range(2, 3))
-
-
-@on_ranks()
-@rows()
-def test_a_backward_adds_to_no_momentum_before_a_load(rank, size, which):
-    model, optimizer = fresh(which)
-    train(model, optimizer, rank, range(2))
-    saved = copy.deepcopy(optimizer.state_dict())
     after_a_backward(model, optimizer, rank)
     optimizer.load_state_dict(saved)
     with pytest.raises(Error, match=r"accumulate in no_sync\(\)"):
