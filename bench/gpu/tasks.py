@@ -59,6 +59,8 @@ SPECS = (
     "eden:bits=1",
     "lossless",
 )
+IN_TRITON = ("fp", "bf", "int", "sign")
+"""how the names of those begin that have kernels in Triton"""
 BROKEN = 3  # exit status: no later call can run in this process
 
 
@@ -97,7 +99,7 @@ def calls_of(
 ) -> Iterator[tuple[str, Timed]]:
     """Yield the name of each call of a kind, and what times it."""
     for numel, spec, op in itertools.product(numels, specs, OPS):
-        if kind != "triton" or not spec.startswith(("lossless", "topk")):  # it has no such kernels
+        if kind != "triton" or spec.startswith(IN_TRITON):
             yield f"{spec} {op} of {numel}", partial(time_kernel, kind, numel, spec, op)
 
 
