@@ -128,7 +128,7 @@ tsan: $(VENV)/dev.stamp
 
 clean:
 	rm -rf build dist site demo-out *.egg-info pycomm/*.so pycomm/_c10d.torch pycomm/libpycomm.headers \
-	  pycomm/_built pycomm/_prebuilt
+	  pycomm/_prebuilt
 
 # ------------------------------------------------------------- the environment
 

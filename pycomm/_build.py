@@ -3,9 +3,8 @@
 One C++ file of pycomm includes torch, and its binary fits one minor version of torch. A wheel holds
 one for each (`_prebuilt/2.13`); a source install builds one if torch can be imported then, which
 pip's isolated builds do not allow. Where none fits, `load_c10d` compiles it at first use with the
-package's own CMakeLists.txt, in the checkout or beside the installed package if that folder is
-writable, else in the user's cache folder, and says so on stderr. The ranks of one machine build it
-once, one at a time.
+package's own CMakeLists.txt, in the user's cache folder, and says so on stderr. The ranks of one
+machine build it once, one at a time.
 """
 
 from __future__ import annotations
@@ -96,7 +95,8 @@ def _load(version: str) -> ModuleType:
             return import_c10d(binary)
         except (ImportError, OSError) as error:
             reason = f"the {kind} one does not load: {str(error).splitlines()[0]}"
-    folder = _folder(_folder_name(version))
+    folder = _folder_of(version)
+    _prepare(folder)
     if not (folder / BINARY).exists():
         with _locked(folder.parent):
             if not (folder / BINARY).exists():  # else another rank has built it
@@ -136,14 +136,9 @@ def find_c10d(version: str) -> tuple[str, Path] | None:
     """
     for delivered in _delivered(version):
         return delivered
-    binary = _compiled(version)
-    return None if binary is None else ("compiled", binary)
-
-
-def _compiled(version: str) -> Path | None:
-    """Return the `_c10d` that was compiled here for this torch, if there is one."""
-    folders = (home / _folder_name(version) for home in _homes())
-    return next((f / BINARY for f in folders if (f / BINARY).exists() and not _distrust(f)), None)
+    folder = _folder_of(version)
+    has_it = (folder / BINARY).exists() and not _distrust(folder)
+    return ("compiled", folder / BINARY) if has_it else None
 
 
 def _delivered(version: str) -> Iterator[tuple[str, Path]]:
@@ -169,24 +164,15 @@ def _why_none() -> str:
     return "there is none yet"
 
 
-def _homes() -> tuple[Path, Path]:
-    """Return the two places of builds: with the package, and the user's cache folder."""
-    if source_root() != PACKAGE:
-        return PACKAGE / "_built", cache_home() / "pycomm"
-    # Inside an installed package a build would outlive `pip uninstall`, and be imported as pycomm.
-    return PACKAGE.parent / "pycomm-built", cache_home() / "pycomm"
-
-
 def _distrust(folder: Path) -> str:
     """Return why the binary in a folder must not be loaded; "": whoever wrote it is trusted."""
-    # Whoever installed the package can run code in this process anyway.
-    owners = [PACKAGE.stat().st_uid] if folder.parent == _homes()[0] else []
     parts = [path for path in (folder.parent, folder, folder / BINARY) if path.exists()]
-    return next(filter(None, (distrust(path, *owners) for path in parts)), "")
+    return next(filter(None, map(distrust, parts)), "")
 
 
-def _folder_name(version: str) -> str:
-    return f"_c10d-torch{version}-{_fingerprint()}"
+def _folder_of(version: str) -> Path:
+    """Return the folder of the `_c10d` that is compiled here for this torch."""
+    return cache_home() / "pycomm" / f"_c10d-torch{version}-{_fingerprint()}"
 
 
 def _fingerprint() -> str:
@@ -201,35 +187,27 @@ def _fingerprint() -> str:
     return digest.hexdigest()[:16]
 
 
-def _folder(name: str) -> Path:
-    """Return the folder of that name that holds a build, else one that can be written.
+def _prepare(folder: Path) -> None:
+    """Make the folder of a build, unless it holds one.
 
     Raises:
-        Error: there is none.
+        Error: it cannot be used.
     """
-    folders = [home / name for home in _homes()]
-    for folder in folders:
-        if (folder / BINARY).exists() and not _distrust(folder):
-            return folder
-    why: str | None = ""
-    for folder in folders:
-        try:
-            folder.parent.parent.mkdir(parents=True, exist_ok=True)
-            for path in (folder.parent, folder):
-                path.mkdir(mode=0o755, exist_ok=True)
-            if reason := _distrust(folder):
-                why = reason
-                continue
-        except OSError as error:
-            why = error.strerror
-            continue
-        if os.access(folder, os.W_OK) and os.access(folder.parent, os.W_OK):
-            return folder
-        why = why or "they belong to another user"
-    raise Error(
-        f"_c10d must be compiled for this torch, but neither {folders[0].parent} nor "
-        f"{folders[1].parent} can be used ({why}): set XDG_CACHE_HOME to a folder of your own"
-    )
+    try:
+        folder.parent.parent.mkdir(parents=True, exist_ok=True)
+        for path in (folder.parent, folder):
+            path.mkdir(mode=0o755, exist_ok=True)
+        why = _distrust(folder)
+        writable = os.access(folder, os.W_OK) and os.access(folder.parent, os.W_OK)
+        if not why and not writable and not (folder / BINARY).exists():
+            why = "it belongs to another user"
+    except OSError as error:
+        why = error.strerror or str(error)
+    if why:
+        raise Error(
+            f"_c10d must be compiled for this torch, and {folder.parent} cannot be used ({why}): "
+            "set XDG_CACHE_HOME to a folder of your own"
+        )
 
 
 @contextmanager

@@ -111,8 +111,7 @@ def pair(
     """
     source, in_numel, in_dtype = span(input, False)
     target, out_numel, out_dtype = span(out, True)
-    if in_dtype != out_dtype:
-        raise Error(f"{what}: input is {in_dtype.name}, out is {out_dtype.name}: convert one")
+    check_same(what, in_dtype, out_dtype)
     if in_numel * out_parts != out_numel * in_parts:
         raise Error(
             f"{what}: input has {in_numel} elements and out {out_numel}; "
@@ -163,40 +162,8 @@ def parts(
     return found, dtype
 
 
-def check_own(what: str, numel: int, out_numel: int, dtype: _C.DType, out_dtype: _C.DType) -> None:
-    """Raise Error if this rank's own part differs in size or dtype between input and output."""
+def check_same(what: str, dtype: _C.DType, out_dtype: _C.DType) -> None:
+    """Raise Error if input and output have different dtypes. Their sizes are checked by the core,
+    which ends the group where the other ranks may not see that those differ."""
     if dtype != out_dtype:
         raise Error(f"{what}: input is {dtype.name}, out is {out_dtype.name}: convert one")
-    if numel != out_numel:
-        raise Error(
-            f"{what}: our own part has {numel} elements as input and {out_numel} as output: give "
-            "both the same size"
-        )
-
-
-def check_part(
-    core: _C.Communicator,
-    what: str,
-    listed: list[tuple[int, int]],
-    list_dtype: _C.DType,
-    numel: int,
-    dtype: _C.DType,
-    timeout: float,
-    redop: _C.ReduceOp = _C.ReduceOp.sum,
-) -> None:
-    """Raise Error if an array does not match this rank's part of a list in dtype and size.
-
-    If the parts are equal, a mismatch shows on every rank or on none. If they differ, one rank may
-    find a mismatch and the others none, and they would wait for it: so all ranks compare their
-    sizes before anything is sent, and all of them raise.
-    """
-    sizes = [size for _, size in listed]
-    if list_dtype != dtype:
-        raise Error(f"{what}: the list is {list_dtype.name}, the array {dtype.name}: convert one")
-    if len(set(sizes)) > 1:
-        core.compare_sizes(what, numel, sizes, dtype, redop, timeout)
-    elif numel != sizes[core.rank]:
-        raise Error(
-            f"{what}: on rank {core.rank} its part of the list has {sizes[core.rank]} elements and "
-            f"the array has {numel}: give both the same size"
-        )

@@ -16,8 +16,7 @@ from typing import Any
 
 from pycomm import _C, launch, log, stores
 from pycomm.arrays import (
-    check_own,
-    check_part,
+    check_same,
     core_dtype,
     count,
     pair,
@@ -365,7 +364,7 @@ class Communicator:
         if isinstance(input, list | tuple):
             sources, dtype = parts("reduce_scatter: input", input, self.size, False)
             target, numel, out_dtype = span(out, True)
-            check_part(self.core, "reduce_scatter", sources, dtype, numel, out_dtype, timeout, how)
+            check_same("reduce_scatter", dtype, out_dtype)
             source: int | _C.Parts = _C.Parts(sources)
         else:
             source, target, numel, dtype = pair(input, out, "reduce_scatter", self.size, 1)
@@ -378,9 +377,9 @@ class Communicator:
         then n may differ between ranks, but all ranks must agree on the sizes.
         """
         if isinstance(out, list | tuple):
-            targets, dtype = parts("all_gather: out", out, self.size, True)
-            source, numel, in_dtype = span(input, False)
-            check_part(self.core, "all_gather", targets, dtype, numel, in_dtype, timeout)
+            targets, out_dtype = parts("all_gather: out", out, self.size, True)
+            source, numel, dtype = span(input, False)
+            check_same("all_gather", dtype, out_dtype)
             target: int | _C.Parts = _C.Parts(targets)
         else:
             source, target, numel, dtype = pair(input, out, "all_gather", 1, self.size)
@@ -406,8 +405,7 @@ class Communicator:
         """
         sources, dtype = parts("all_to_all: input", input, self.size, False, send_counts)
         targets, out_dtype = parts("all_to_all: out", out, self.size, True, recv_counts)
-        own = sources[self.rank][1], targets[self.rank][1]
-        check_own("all_to_all", *own, dtype, out_dtype)
+        check_same("all_to_all", dtype, out_dtype)
         sides = _C.Parts(sources), _C.Parts(targets)
         self.core.run("all_to_all", *sides, 0, dtype, _SUM, -1, 1.0, timeout)
 
@@ -440,7 +438,7 @@ class Communicator:
         targets: list[tuple[int, int]] = []
         if self.rank == root:
             targets, out_dtype = parts("gather: out", out, self.size, True)
-            check_own("gather", numel, targets[root][1], dtype, out_dtype)
+            check_same("gather", dtype, out_dtype)
         got = _C.Parts(targets)
         self.core.run("gather", source, got, numel, dtype, _SUM, root, 1.0, timeout)
 
@@ -453,7 +451,7 @@ class Communicator:
         sources: list[tuple[int, int]] = []
         if self.rank == root:
             sources, in_dtype = parts("scatter: input", input, self.size, False)
-            check_own("scatter", sources[root][1], numel, in_dtype, dtype)
+            check_same("scatter", in_dtype, dtype)
         sent = _C.Parts(sources)
         self.core.run("scatter", sent, target, numel, dtype, _SUM, root, 1.0, timeout)
 

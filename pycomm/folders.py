@@ -7,14 +7,13 @@ import stat
 from pathlib import Path
 
 
-def distrust(path: Path, *owners: int) -> str:
+def distrust(path: Path) -> str:
     """Return why a file or folder cannot be trusted, or "" if it can.
 
     It must be no link, belong to this user or to root, and be writable by nobody else.
 
     Args:
         path: it exists.
-        owners: other users that are trusted, by number.
 
     Raises:
         OSError: it cannot be looked at.
@@ -22,7 +21,7 @@ def distrust(path: Path, *owners: int) -> str:
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode):
         return f"{path} is a link"
-    if found.st_uid not in (0, os.geteuid(), *owners):
+    if found.st_uid not in (0, os.geteuid()):
         return f"{path} belongs to another user (number {found.st_uid})"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"{path} can be written by other users (chmod go-w)"

@@ -113,15 +113,12 @@ class Total:
         """Return a line for people; "" before the first step."""
         if not self.steps:
             return ""
-        size, plain = _in_units(self.payload_bytes), _in_units(self.plain_bytes)
+        less = max(0, self.plain_bytes - self.payload_bytes)
         return (
-            f"{self.steps} steps in {self.seconds:.1f} s: gradients of {plain} were coded in "
-            f"{size}, {_in_units(self.plain_bytes - self.payload_bytes)} less"
+            f"{self.steps} steps in {self.seconds:.1f} s: gradients of "
+            f"{format_bytes(self.plain_bytes)} were coded in {format_bytes(self.payload_bytes)}, "
+            f"{format_bytes(less)} less"
         )
-
-
-def _in_units(count: int) -> str:
-    return f"{count / 1e9:.2f} GB" if abs(count) >= 1e9 else f"{count / 1e6:.2f} MB"
 
 
 def tell_at_exit(total: Total, tell: Callable[[str], None]) -> None:

@@ -87,16 +87,16 @@ def format_bytes(count: float) -> str:
 
 def format_rate(rate: float) -> str:
     """Return bytes per second in a line's unit: "1 Gbit/s"."""
-    return _scaled(8 * rate, "bit/s", ("", "k", "M", "G", "T"))
+    return _scaled(8 * rate, "bit/s")
 
 
 def format_count(count: float) -> str:
     """Return three digits and a power: "25.4 M"."""
-    return _scaled(count, "", ("", "k", "M", "G", "T")).rstrip()
+    return _scaled(count, "").rstrip()
 
 
-def _scaled(value: float, unit: str, powers: tuple[str, ...] = ("", "k", "M", "G", "T")) -> str:
+def _scaled(value: float, unit: str) -> str:
     scale = 0
-    while scale < len(powers) - 1 and value >= 999.5:
+    while scale < 4 and value >= 999.5:
         value, scale = value / 1e3, scale + 1
-    return f"{value:.3g} {powers[scale]}{unit}"
+    return f"{value:.3g} {('', 'k', 'M', 'G', 'T')[scale]}{unit}"

@@ -46,7 +46,6 @@ PYTHON_LAYERS = (
         "_cuda_wheel",
         "_register",
         "arguments",
-        "eden_levels",
         "errors",
         "env",
         "folders",

@@ -347,36 +347,6 @@ bool Communicator::run_coded(Op op, const CodedArgs& args, void* out, Millisecon
   return finite;
 }
 
-void Communicator::compare_sizes(Op op, size_t own, const std::vector<size_t>& parts, DType dtype,
-                                 ReduceOp redop, Milliseconds timeout) {
-  const CallCheck check = impl_->check(op);
-  if (parts.size() != static_cast<size_t>(size())) {
-    check.fail("needs one part per rank, " + std::to_string(size()) + ", and got " +
-               std::to_string(parts.size()));
-  }
-  check.dtype(dtype);
-  // Ranks whose lists differ read about the call that they made, so this one is named after it; its
-  // messages are whole elements of every dtype.
-  struct alignas(16) Message {
-    uint64_t own = 0;
-  };
-  const Message mine{own};
-  std::vector<Message> theirs(parts.size());
-  const size_t numel = sizeof mine / size_of(dtype);
-  Collective call{Op::all_gather, dtype, {&mine, numel}, {theirs.data(), numel}};
-  call = call.checked(rank(), size());
-  OpTag tag = make_tag(op, std::accumulate(parts.begin(), parts.end(), size_t{0}), dtype, redop);
-  add_sizes(tag, parts);
-  impl_->collective(tag, timeout,
-                    [&](const dispatch::Route& route) { dispatch::run(route, call); });
-  for (int r = 0; r < size(); r++) {
-    if (theirs[r].own == parts[r]) continue;
-    check.fail("has a part of " + std::to_string(parts[r]) + " elements for rank " +
-               std::to_string(r) + " in its list, but rank " + std::to_string(r) + " brings " +
-               std::to_string(theirs[r].own));
-  }
-}
-
 // ------------------------------------------------------------------ point to point
 
 std::shared_ptr<Communicator::Request> Communicator::send(const void* data, size_t bytes, int dst,

@@ -66,7 +66,8 @@ class PYCOMM_API Communicator final : public ParentGroup {
 
   /// Runs a collective. A `reduce_scatter` gets the reduced part of this rank, an `all_gather` the
   /// input of rank r as part r: part r has one size on all ranks, but parts may differ. In an
-  /// `all_to_all`, a `gather` and a `scatter` only the two ranks of a part know its size.
+  /// `all_to_all`, a `gather` and a `scatter` only the two ranks of a part know its size. Where the
+  /// part that a rank has for itself has two sizes, which other ranks may not see, the group ends.
   void run(const Collective& call, Milliseconds timeout = {});
   void barrier(Milliseconds timeout = {}) { run({Op::barrier, DType::uint8}, timeout); }
   /// Gathers `bytes` of each rank, by which ranks agree on the path of tensors on accelerators. A
@@ -80,13 +81,6 @@ class PYCOMM_API Communicator final : public ParentGroup {
   /// our row of the data. An all_gather, its second half: row r of `out` gets what rank r has
   /// encoded of its row, `args.data`, also on rank r itself; that may be our row of `out`.
   bool run_coded(Op op, const CodedArgs& args, void* out = nullptr, Milliseconds timeout = {});
-
-  /// Throws on every rank if one of them passes `own` elements to an op whose list of part sizes,
-  /// equal on all ranks, expects another number. It runs before an all_gather or reduce_scatter of
-  /// parts that differ: only the rank itself sees that its part is wrong, and the others would wait
-  /// for it. The group stays usable. All ranks call it together.
-  void compare_sizes(Op op, size_t own, const std::vector<size_t>& parts, DType dtype,
-                     ReduceOp redop, Milliseconds timeout = {});
 
   // Point to point. Messages are matched by (peer, tag) in order of posting, on a lane of its own.
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from fractions import Fraction
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from pycomm import _C
 from pycomm.arguments import guess, typed
-from pycomm.codecs import implementations
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec
 from pycomm.codecs.cast import Cast
@@ -43,15 +41,6 @@ __all__ = [
     "short_text",
 ]
 
-
-def _nvrtc() -> implementations.Implementation:
-    """Import CuPy only when a codec first needs it, since it may be missing."""
-    from pycomm.codecs.cuda import nvrtc
-
-    return nvrtc
-
-
-implementations.nvrtc = _nvrtc
 
 # The only list of codecs in Python, one line each.
 CODECS: dict[str, type[Codec]] = {
@@ -220,21 +209,7 @@ def _convert(name: str, option: str, value: str, hint: Any) -> Any:
     if hint not in (int, float):
         return value
     try:
-        return int(value) if hint is int else _number(value)
+        return hint(value)
     except ValueError:
         words = {int: "an integer", float: "a number"}
         raise ValueError(f"{name}: {option}={value!r} is not {words[hint]}") from None
-
-
-def _number(text: str) -> float:
-    """Return the float64 nearest to a decimal number, whatever the thread's rounding mode.
-
-    float() computes in floats and so follows the thread's rounding mode: ranks with different modes
-    would have different densities. Python divides integers that no float64 holds by integer
-    arithmetic alone.
-    """
-    value = float(text)
-    if not 1e-300 < abs(value) < 1e300:
-        return value
-    numerator, denominator = Fraction(text).as_integer_ratio()
-    return (numerator << 64) / (denominator << 64)

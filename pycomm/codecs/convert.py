@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 import torch
 
@@ -19,7 +17,6 @@ from pycomm.arrays import core_dtype
 from pycomm.codecs import implementations
 from pycomm.codecs.cuda.launches import Launch, recorded
 from pycomm.codecs.implementations import Implementation, Native, Reference, _device, _stream
-from pycomm.env import env
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -161,8 +158,7 @@ def cuda_launches(c: Conversion) -> list[Launch]:
 
 
 def _nvrtc(c: Conversion) -> None:
-    launches: Any = implementations.nvrtc()
-    launches.launch(cuda_launches(c), c.x.device)
+    implementations.nvrtc().launch(cuda_launches(c), c.x.device)
 
 
 def _run_of(way: Implementation) -> Run:
@@ -186,9 +182,4 @@ def select(device: str) -> Run:
     Raises:
         Unavailable: the named one is not available; the text has the reason.
     """
-    return _select(device, env().impl)
-
-
-@cache
-def _select(device: str, wanted: str) -> Run:
     return _run_of(implementations.select("convert", device))

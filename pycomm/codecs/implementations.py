@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from importlib import import_module
@@ -148,12 +147,9 @@ def current_stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-def _no_nvrtc() -> Implementation:
-    raise ImportError("the codecs are not registered yet: import pycomm.codecs first")
-
-
-nvrtc: Callable[[], Implementation] = _no_nvrtc
-"""Imports NVRTC's launches, which depend on the codecs; `pycomm.codecs` sets it."""
+def nvrtc() -> Any:
+    """Import NVRTC's launches when a codec first needs them: they need CuPy, and the codecs."""
+    return import_module("pycomm.codecs.cuda.nvrtc")
 
 
 def implementation(name: str, kind: str, device: str) -> Implementation:
@@ -193,7 +189,7 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
         if device == "cpu":
             raise Unavailable(f"nvrtc compiles for cuda, not for {device}")
         _check_cuda_source(name)
-        return nvrtc()
+        return nvrtc()  # type: ignore[no-any-return]
     raise ValueError(f"unknown implementation {kind!r}: use native, nvrtc, triton or reference")
 
 

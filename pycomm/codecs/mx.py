@@ -5,6 +5,7 @@ Wire format: docs/wire/mx.md.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
@@ -122,9 +123,7 @@ class MX(Codec):
     def _scales(self, amax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the E8M0 codes (uint8) and the inverse scales of blocks."""
         bits = amax.view(torch.int32)
-        top = int(
-            torch.tensor(self.element.top, dtype=torch.float32, device="cpu").view(torch.int32)
-        )
+        (top,) = struct.unpack("<i", struct.pack("<f", self.element.top))
         exponent = bits >> 23
         if self.scale == "ceil":
             exponent = exponent + ((bits & 0x7FFFFF) > (top & 0x7FFFFF))

@@ -7,7 +7,7 @@ import struct
 import torch
 
 from pycomm.codecs.args import RandomKey
-from pycomm.codecs.philox import derived_seed, random_words
+from pycomm.codecs.philox import derived_seed, words_of_groups
 
 SIZES = tuple(2**k for k in range(5, 13))
 HEADER = 16  # bytes: the key of the signs, the number of their first word
@@ -26,13 +26,11 @@ def header(key: RandomKey, index: int, device: torch.device) -> torch.Tensor:
 
 def random_bits(header: torch.Tensor, numel: int, stream: int = 0) -> torch.Tensor:
     """Return one random bit for each value of a payload, int64 [numel]; stream 0 has the signs."""
-    seed, first = struct.unpack("<QQ", bytes(header.tolist()))
-    skip = first % 4
-    words = random_words(
-        RandomKey(seed=seed, tensor=stream), first - skip, skip + -(-numel // 32), header.device
-    )
+    seed, first = header.clone().view(torch.int64).unbind()
+    number = first + torch.arange(-(-numel // 32), device=header.device, dtype=torch.int64)
+    words = words_of_groups(seed, number >> 2, stream).gather(1, number[:, None] & 3)
     places = torch.arange(32, device=header.device, dtype=torch.int64)
-    return (words[skip:, None] >> places & 1).view(-1)[:numel]
+    return (words >> places & 1).view(-1)[:numel]
 
 
 def hadamard(rows: torch.Tensor) -> torch.Tensor:

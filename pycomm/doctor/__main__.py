@@ -8,6 +8,7 @@ torchrun --nnodes 2 ... -m pycomm.doctor
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import socket
 import sys
@@ -42,7 +43,8 @@ def examine(
     findings += variables.judge(
         set_here, refused, torch.facts.get("impl", ""), torch.facts.get("no_effect", ())
     )
-    findings.append(machine.judge(machine.look(), ranks_here))
+    cores = len(os.sched_getaffinity(0))
+    findings.append(machine.judge(cores, machine.cpu_quota(), ranks_here))
     facts = probe.platform_facts() | {
         "torch": probe.version("torch"),
         "SIMD level": core.facts.get("simd", "none"),
@@ -50,7 +52,6 @@ def examine(
     if not core.error:
         links = network.look(set_here)
         findings += network.judge(links, hosts)
-        facts |= {"congestion control": links.congestion}
         facts |= {"MTU": ", ".join(str(link.mtu) for link in links.far)}
     return findings, facts | variables.shared(set_here)
 
@@ -70,7 +71,8 @@ def alone(options: argparse.Namespace) -> list[Finding]:
 
 def show(findings: Sequence[Finding]) -> None:
     """Print findings by topic, with advice below those that are not ok."""
-    print(f"pycomm doctor on {socket.gethostname()}: {describe_machine()}")
+    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+    print(f"pycomm doctor on {socket.gethostname()}: {system}")
     width = max(len(finding.name) for finding in findings)
     for topic in dict.fromkeys(finding.topic for finding in findings):
         print(f"\n{topic}")
@@ -80,10 +82,6 @@ def show(findings: Sequence[Finding]) -> None:
             if finding.advice:
                 print(f"{'':<{width + 12}}-> {finding.advice}")
     print(f"\n{verdict(findings)}")
-
-
-def describe_machine() -> str:
-    return f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
 
 
 def verdict(findings: Sequence[Finding]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partialmethod
 
 LEVELS = ("ok", "note", "warning", "problem")
 """Levels from good to bad. A note costs nothing that was asked for; a warning costs speed or
@@ -37,17 +38,10 @@ class Topic:
     def finding(self, level: str, name: str, text: str, advice: str = "") -> Finding:
         return Finding(level, self.title, name, text, advice)
 
-    def ok(self, name: str, text: str) -> Finding:
-        return self.finding("ok", name, text)
-
-    def note(self, name: str, text: str, advice: str = "") -> Finding:
-        return self.finding("note", name, text, advice)
-
-    def warning(self, name: str, text: str, advice: str) -> Finding:
-        return self.finding("warning", name, text, advice)
-
-    def problem(self, name: str, text: str, advice: str) -> Finding:
-        return self.finding("problem", name, text, advice)
+    ok = partialmethod(finding, "ok")
+    note = partialmethod(finding, "note")
+    warning = partialmethod(finding, "warning")
+    problem = partialmethod(finding, "problem")
 
 
 def worst(findings: Iterable[Finding]) -> str:

@@ -46,7 +46,7 @@ def run(device: str = "cuda", limit: float = LIMIT) -> list[Finding]:
         found = outcomes_of_ranks(__name__, RANKS, [f"{folder}/store", device], limit)
     for rank, (_, why) in enumerate(found):
         if why:
-            text = f"rank {rank} of {RANKS} on the GPU ended: {why}"
+            text = f"rank {rank} of {RANKS} on the GPU: {why}"
             cure = "see what stands above of CUDA; `nvidia-smi` and the kernel's log have more"
             return [TOPIC.problem("ranks", text, cure)]
     said, _ = found[0]

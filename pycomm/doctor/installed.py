@@ -175,7 +175,7 @@ def _kernels(core: ProbeOutcome, nvrtc: ProbeOutcome, triton: ProbeOutcome) -> F
     if not nvrtc.error:
         text = "are compiled at first use, by NVRTC; GPUs of a host talk through pinned memory"
     elif not triton.error:
-        text = "are Triton's; GPUs of a host talk through pinned memory"
+        text = "are Triton's, of cast, quant and sign; GPUs of a host talk through pinned memory"
     else:
         return TOPIC.warning(
             name,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from pycomm.doctor.finding import Finding, Topic
@@ -12,24 +10,15 @@ from pycomm.doctor.finding import Finding, Topic
 TOPIC = Topic("this machine")
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Facts on a machine."""
+def judge(cores: int, quota: float | None, ranks_here: int) -> Finding:
+    """Return the finding on the cores of a machine.
 
-    cores: int
-    """Number of cores on which this process may run."""
-    quota: float | None = None
-    """Processor time that the container may use, in cores; None: no limit."""
-
-
-def look() -> Machine:
-    """Return the facts on the machine of this process."""
-    return Machine(len(os.sched_getaffinity(0)), cpu_quota())
-
-
-def judge(machine: Machine, ranks_here: int) -> Finding:
-    """Return the finding for `ranks_here` ranks on this machine; 0: not known."""
-    cores, quota, name = machine.cores, machine.quota, "cores"
+    Args:
+        cores: on which this process may run.
+        quota: processor time that the container may use, in cores; None: no limit.
+        ranks_here: number of ranks on the machine; 0: not known.
+    """
+    name = "cores"
     if quota is not None and quota < cores:
         return TOPIC.warning(
             name,

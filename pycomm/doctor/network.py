@@ -40,7 +40,6 @@ class HostNetwork:
     """Why no interface fits."""
     error_far: str = ""
     """Why no interface leads to other machines."""
-    congestion: str = ""
 
 
 def look(given: Mapping[str, str]) -> HostNetwork:
@@ -67,7 +66,7 @@ def look(given: Mapping[str, str]) -> HostNetwork:
     else:
         why = "the first that is up and not of a container"
     found = [NetworkCard(name, ip, _mtu(name)) for name, ip in far]
-    return HostNetwork(up, found, why, error, error_far, _congestion())
+    return HostNetwork(up, found, why, error, error_far)
 
 
 def judge(network: HostNetwork, hosts: int) -> Iterator[Finding]:
@@ -119,10 +118,3 @@ def _mtu(name: str) -> int | None:
         return int(Path("/sys/class/net", name, "mtu").read_text())
     except (OSError, ValueError):
         return None
-
-
-def _congestion() -> str:
-    try:
-        return Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip()
-    except OSError:
-        return ""

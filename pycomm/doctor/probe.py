@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import json
 import platform
-import signal
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+from pycomm.doctor import children
 from pycomm.env import env, with_only
 from pycomm.errors import Error
 
@@ -166,10 +166,10 @@ def look(groups: Iterable[Sequence[str]] = GROUPS) -> dict[str, ProbeOutcome]:
     one in processes of their own.
     """
     started = [(names, _start(names)) for names in groups]
-    deadline = time.monotonic() + SECONDS
+    begin = time.monotonic()
     found: dict[str, ProbeOutcome] = {}
     for names, process in started:
-        found |= _outcomes(names, process, deadline)
+        found |= _outcomes(names, process, SECONDS, begin)
         rest = [name for name in names if name not in found]
         if rest:
             found |= look([[name] for name in rest])
@@ -181,43 +181,25 @@ def _start(names: Sequence[str]) -> subprocess.Popen[str]:
 
     The variables are checked one by one.
     """
-    return subprocess.Popen(
-        [sys.executable, "-m", __name__, *names],
-        env=with_only(*ASKED) if "torch" in names else with_only(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    env = with_only(*ASKED) if "torch" in names else with_only()
+    return children.start("-m", __name__, *names, env=env)
 
 
 def _outcomes(
-    names: Sequence[str], process: subprocess.Popen[str], deadline: float
+    names: Sequence[str], process: subprocess.Popen[str], seconds: float, begin: float
 ) -> dict[str, ProbeOutcome]:
     """Return the outcomes of a process, up to the probe at which it ended."""
-    late = ""
-    try:
-        said, cries = process.communicate(timeout=max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        said, cries = process.communicate()
-        late = f"did not end within {SECONDS:.0f} s"
-    lines = [line for line in said.splitlines() if line.startswith('{"probe": ')]
-    found = {}
-    for name, line in zip(names, lines, strict=False):
-        answer = json.loads(line)
-        found[name] = ProbeOutcome(answer["facts"], answer["error"], answer["missing"])
+    said, why = children.outcome(process, seconds, begin)
+    found = {name: ProbeOutcome(**answer) for name, answer in zip(names, said, strict=False)}
     if len(found) < len(names):
-        last = (cries.strip().splitlines() or ["ended without a word"])[-1]
-        code = process.returncode
-        crash = f"crashed: {signal.Signals(-code).name}" if code < 0 else last
-        found[names[len(found)]] = ProbeOutcome(error=late or crash)
+        found[names[len(found)]] = ProbeOutcome(error=why or "ended without a word")
     return found
 
 
 def main(names: Sequence[str]) -> None:
     """Print the facts or the error of each probe."""
     for name in names:
-        answer: Facts = {"probe": name, "facts": {}, "error": "", "missing": False}
+        answer: Facts = {"facts": {}, "error": "", "missing": False}
         try:
             answer["facts"] = PROBES[name]()
         except ModuleNotFoundError as error:
@@ -243,7 +225,6 @@ def platform_facts() -> dict[str, str]:
         "pycomm": version("pycomm"),
         "Python": platform.python_version(),
         "machine": platform.machine(),
-        "kernel": platform.release(),
     }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from pycomm.doctor import children
 from pycomm.doctor.finding import Finding, Topic
 from pycomm.env import variables_of_rank
 
@@ -177,29 +177,13 @@ def outcomes_of_ranks(
         Of each rank the values of the lines of JSON that it has printed, and why it has failed;
         "" if it has not.
     """
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), *words],
-            # Of ranks that share a GPU NCCL wants to know them as hosts.
-            env=variables_of_rank(rank, ranks) | {"NCCL_HOSTID": f"rank{rank}"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    deadline = time.monotonic() + seconds
-    found = []
-    for process in started:
-        try:
-            out, cries = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, cries = process.communicate()[0], f"did not end within {seconds:.0f} s"
-        last = (cries.strip().splitlines() or ["without a word"])[-1]
-        said = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-        found.append((said, last if process.returncode else ""))
-    return found
+    started = []
+    for rank in range(ranks):
+        # Of ranks that share a GPU NCCL wants to know them as hosts.
+        env = variables_of_rank(rank, ranks) | {"NCCL_HOSTID": f"rank{rank}"}
+        started.append(children.start("-m", module, str(rank), *words, env=env))
+    begin = time.monotonic()
+    return [children.outcome(process, seconds, begin) for process in started]
 
 
 def run(ranks: int) -> list[Finding]:
@@ -208,7 +192,7 @@ def run(ranks: int) -> list[Finding]:
         found = outcomes_of_ranks(__name__, ranks, [str(ranks), folder], LIMIT)
     for rank, (said, why) in enumerate(found):
         if why or not said:
-            text = f"rank {rank} ended: {why or 'without a word'}"
+            text = f"rank {rank}: {why or 'ended without a word'}"
             return [TOPIC.problem("ranks", text, "fix the problems above, then try again")]
     return list(judge([said for said, _ in found]))
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from typing import Any
 
+from pycomm.doctor import children
 from pycomm.doctor.finding import Finding, Topic
-from pycomm.doctor.probe import AT_IMPORT
+from pycomm.doctor.probe import AT_IMPORT, SECONDS
 from pycomm.env import BUILD, PREFIX, VARIABLES, Variable, guess, with_only
 
 TOPIC = Topic("environment")
@@ -27,12 +28,14 @@ FORGOTTEN = {
 @cache
 def core() -> dict[str, Variable]:
     """Return the variables of the core, as a child process reads them; none if it does not load."""
-    program = "import json; from pycomm import _C; print(json.dumps(_C.OPTIONS))"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=with_only(), capture_output=True, text=True
-    )
-    rows = json.loads(done.stdout) if done.returncode == 0 else ()
+    program = "import json; from pycomm import _C; print(json.dumps({'rows': _C.OPTIONS}))"
+    found, _ = _said(children.start("-c", program, env=with_only()))
+    rows = found[0]["rows"] if found else ()
     return {row["name"]: Variable(**row) for row in rows if row["name"].startswith(PREFIX)}
+
+
+def _said(child: subprocess.Popen[str]) -> tuple[list[Any], str]:
+    return children.outcome(child, SECONDS, time.monotonic())
 
 
 def judge(
@@ -86,15 +89,11 @@ def shared(given: Mapping[str, str]) -> dict[str, str]:
 def refusals(given: Mapping[str, str]) -> dict[str, str]:
     """Return the core's error for each variable, checked one by one: it stops at the first."""
     program = (
-        "from pycomm import _C\ntry: _C.env()\nexcept Exception as error: print(error, end='')"
+        "import json\nfrom pycomm import _C\n"
+        "try: _C.env()\nexcept Exception as error: print(json.dumps({'error': str(error)}))"
     )
-    command = [sys.executable, "-c", program]
     asked = {
-        name: subprocess.Popen(
-            command, env=with_only(name), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        for name in given
-        if name in core()
+        name: children.start("-c", program, env=with_only(name)) for name in given if name in core()
     }
-    words = {name: process.communicate(timeout=30)[0] for name, process in asked.items()}
-    return {name: text for name, text in words.items() if text}
+    words = {name: _said(child)[0] for name, child in asked.items()}
+    return {name: said["error"] for name, lines in words.items() for said in lines}

@@ -6,7 +6,7 @@ import hashlib
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import astuple, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from pycomm.arguments import typed, whole
 from pycomm.elastic.contents import Contents, filled_up, rows_of
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
-from pycomm.policy.exchange import answer, gather, gather_json
+from pycomm.policy.exchange import answer, device_of, gather, gather_json
 
 _AHEAD = 2  # chunks on their way
 
@@ -83,36 +83,22 @@ def hand_over(
     contents.lines.append(f"chunk_bytes={chunk_bytes}")
 
     group = group or c10d._get_default_group()
-    device = _device(group, contents.tensors)
+    device = device_of(group)
     members = _meet(contents, has, len(text), rest, group, device)
-    new = [rank for rank, member in enumerate(members) if not member.has]
-    if not new:
+    having = [rank for rank, member in enumerate(members) if member["has"]]
+    if len(having) == len(members):
         return None
-    root = next(rank for rank, member in enumerate(members) if member.has)
+    root = having[0]
     sent = None
     if group.rank() == root:
         sent = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *contents.tensors, *rest]
     try:
-        content = _broadcast(sent, root, members[root].total, has, chunk_bytes, group, device)
+        content = _broadcast(sent, root, members[root]["total"], has, chunk_bytes, group, device)
     except RuntimeError as error:
         raise _told(error, group.rank(), root) from error
     if not has:
-        contents.take(content, members[root].written)
+        contents.take(content, members[root]["written"])
     return root
-
-
-@dataclass(frozen=True)
-class Member:
-    """What a rank tells the others before the transfer, as numbers that fit into float64."""
-
-    has: bool
-    problem: bool
-    digest: int
-    """Digest of the content description."""
-    written: int
-    """Bytes of what `Contents.pack` has written."""
-    total: int
-    """Bytes that it would send."""
 
 
 def _chunks(tensors: Sequence[torch.Tensor], nbytes: int) -> Iterator[torch.Tensor]:
@@ -204,24 +190,25 @@ def _meet(
     rest: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
     device: torch.device,
-) -> list[Member]:
+) -> list[dict[str, Any]]:
     """Return what all members have, in rank order, after they have been compared; collective."""
     rank = group.rank()
     sizes = [written, *(t.numel() * t.element_size() for t in (*contents.tensors, *rest))]
-    total = sum(map(filled_up, sizes)) if has and not contents.problem else 0
-    mine = Member(has, bool(contents.problem), _digest("\n".join(contents.lines)), written, total)
-    rows = gather(list(map(int, astuple(mine))), group, device)
-    members = [
-        Member(bool(has), bool(problem), *map(int, numbers)) for has, problem, *numbers in rows
-    ]
-    refusing = [r for r, member in enumerate(members) if member.problem]
-    if refusing:
-        texts = gather_json(contents.problem, group, device)
-        raise Error(
-            f"rank {rank}: rank {refusing[0]} cannot take part in the hand-over: "
-            f"{texts[refusing[0]]}"
-        )
-    if any(member.digest != members[0].digest for member in members):
+    mine = {
+        "has": has,
+        "problem": contents.problem,
+        "digest": hashlib.sha256("\n".join(contents.lines).encode()).hexdigest(),
+        "written": written,  # bytes of what `Contents.pack` has written
+        "total": sum(map(filled_up, sizes)) if has else 0,  # bytes that it would send
+    }
+    members = gather_json(mine, group, device)
+    for refusing, member in enumerate(members):
+        if member["problem"]:
+            raise Error(
+                f"rank {rank}: rank {refusing} cannot take part in the hand-over: "
+                f"{member['problem']}"
+            )
+    if any(member["digest"] != members[0]["digest"] for member in members):
         texts = gather_json(contents.lines, group, device)
         other = next(r for r, text in enumerate(texts) if text != texts[0])
         pairs = zip(texts[0], texts[other], strict=False)
@@ -231,26 +218,12 @@ def _meet(
             f"{other} has {second!r}. Nothing was sent. Make the same model and optimizer on all "
             "ranks, and pass the same arguments"
         )
-    if not any(member.has for member in members):
+    if not any(member["has"] for member in members):
         raise Error(
             f"rank {rank}: no rank has the state (has=False on all {len(members)}): load a "
             "checkpoint on one, and pass has=True there"
         )
     return members
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "little")
-
-
-def _device(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> torch.device:
-    """Return a device whose tensors the group moves: the CPU if it does, else the model's."""
-    cpu = torch.device("cpu")
-    try:
-        group._get_backend(cpu)
-    except RuntimeError:
-        return next((tensor.device for tensor in tensors), cpu)
-    return cpu
 
 
 def _told(error: RuntimeError, rank: int, root: int) -> Error:

@@ -14,7 +14,6 @@ from torch._C import _distributed_c10d
 from pycomm.env import env
 from pycomm.errors import Error
 from pycomm.horovod import process_sets as process_sets_
-from pycomm.horovod.calls import forget_all
 from pycomm.launch import launch_env
 from pycomm.policy.exchange import gather_json
 
@@ -94,7 +93,6 @@ def shutdown() -> None:
     if _made_here and dist.is_initialized():
         dist.destroy_process_group()
     process_sets_.end()
-    forget_all()
     _places, _made_here = None, False
 
 

@@ -105,33 +105,3 @@ class Handle:
         return (self._call is None or self._call.is_answered()) and all(
             work.is_completed() for work in self._works
         )
-
-
-_running: dict[tuple[int | None, str], Handle] = {}
-
-
-def claim(process_set: ProcessSet, name: str | None) -> None:
-    """Check that no operation of this name runs.
-
-    Raises:
-        ValueError: one does.
-    """
-    running = _running.get((process_set.process_set_id, name or ""))
-    if running is not None and not running.is_completed():
-        raise ValueError(
-            f"an operation called {name!r} runs already: synchronize its handle, or use other names"
-        )
-
-
-def running(process_set: ProcessSet, name: str | None, handle: Handle) -> Handle:
-    """Note that an operation of this name runs, and return its handle."""
-    for key in [key for key, other in _running.items() if other.is_completed()]:
-        del _running[key]  # with its tensors: a script may give each step's operations new names
-    if name:
-        _running[process_set.process_set_id, name] = handle
-    return handle
-
-
-def forget_all() -> None:
-    """Forget the names of a job that has ended."""
-    _running.clear()

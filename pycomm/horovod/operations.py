@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pycomm.arguments import typed
 from pycomm.errors import Error
-from pycomm.horovod.calls import Call, Handle, claim, running
+from pycomm.horovod.calls import Call, Handle
 from pycomm.horovod.compression import Coded, Compression
 from pycomm.horovod.process_sets import ProcessSet, global_process_set
 
@@ -56,7 +56,7 @@ def _start(
     launch: Callable[[Call, list[list[int]]], tuple[Sequence[Any], Callable[[], Any]]],
     *,
     waits: bool,
-    numbers: Sequence[int] | None = None,
+    numbers: Sequence[int] = (),
 ) -> Handle:
     """Start an operation.
 
@@ -64,18 +64,15 @@ def _start(
         process_set: the ranks.
         name: the user's name.
         text: of the call.
-        launch: starts it; gets the call and, if there are numbers, those of all ranks; returns
-            works and a function that returns the result.
-        waits: the caller waits for the result at once.
-        numbers: what the other ranks need before they can start.
+        launch: starts it; gets the call and, if it waits, the numbers of all ranks; returns works
+            and a function that returns the result.
+        waits: the ranks compare the call before it starts.
+        numbers: of this rank, without which the others cannot start.
     """
-    claim(process_set, name)
-    call = Call(process_set, f"{text} called {name!r}" if name else text, numbers or ())
-    if waits or numbers is not None:
-        works, finish = launch(call, call.check())
-        return running(process_set, name, Handle(None, works, finish))
-    works, finish = launch(call, [])
-    return running(process_set, name, Handle(call, works, finish))
+    call = Call(process_set, f"{text} called {name!r}" if name else text, numbers)
+    if waits:
+        return Handle(None, *launch(call, call.check()))
+    return Handle(call, *launch(call, []))
 
 
 def _named(tensor: torch.Tensor, rows: bool = False) -> str:
@@ -213,7 +210,7 @@ def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], *args: Any, **kwar
         args, kwargs: average, name, op, prescale_factor, postscale_factor, process_set.
 
     Raises:
-        ValueError: both op and average are given, or an operation of this name runs.
+        ValueError: both op and average are given.
         Error: there is no group, or op is Adasum.
     """
     return _allreduce_(tensors, *args, waits=False, **kwargs)
@@ -491,7 +488,7 @@ def allgather_async(
         return [work], lambda: torch.cat(parts)
 
     text = f"allgather of {_named(own, rows=True)}"
-    return _start(process_set, name, text, launch, waits=False, numbers=[own.shape[0]])
+    return _start(process_set, name, text, launch, waits=True, numbers=[own.shape[0]])
 
 
 def allgather(
@@ -647,7 +644,7 @@ def _alltoall(
         return [work], lambda: (out, received)
 
     text = f"alltoall of {_named(tensor, rows=True)}"
-    return _start(process_set, name, text, launch, waits=False, numbers=given)
+    return _start(process_set, name, text, launch, waits=True, numbers=given)
 
 
 def alltoall_async(

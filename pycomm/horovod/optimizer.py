@@ -17,6 +17,10 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import (
+    _DEFAULT_FIRST_BUCKET_BYTES,  # small, so that the first exchange starts early
+    _compute_bucket_assignment_by_size,
+)
 
 from pycomm.arguments import number, typed, whole
 from pycomm.errors import Error, WireMismatch
@@ -34,7 +38,6 @@ from pycomm.policy import EXACT, Policy
 from pycomm.reduction.state import CompressionState
 
 BUCKET_BYTES = 25 << 20  # DDP's default; Horovod's cycle fuses up to 128 MB
-FIRST_BYTES = 1 << 20  # small, so that the first exchange starts early
 BLOCK = 1 << 16  # values that are summed up together: they stay in a processor's cache
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -210,8 +213,11 @@ class GradientReducer:
             # Weak: the garbage collector does not see what torch keeps for a parameter in C++.
             hook = partial(_call, weakref.WeakMethod(self._arrived))
             parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-        for group in _split(named[::-1]):
-            bucket = GradientBucket([p for _, p in group], [name for name, _ in group])
+        named.reverse()
+        tensors: list[torch.Tensor] = [parameter for _, parameter in named]
+        sizes = [_DEFAULT_FIRST_BUCKET_BYTES, BUCKET_BYTES]
+        for group in _compute_bucket_assignment_by_size(tensors, sizes)[0] if named else ():
+            bucket = GradientBucket([named[n][1] for n in group], [named[n][0] for n in group])
             self._buckets.append(bucket)
             self._place.update(dict.fromkeys(bucket.parameters, bucket))
         self._new = []
@@ -347,24 +353,6 @@ def _policy(compression: Any) -> tuple[str | Policy, Any]:
         "DistributedOptimizer takes Compression.none, fp16, or Compression.codec(...) in place of "
         "a compressor of your own: Compression.codec('int4') sends 4 bits, with error feedback"
     )
-
-
-def _split(
-    named: list[tuple[str, torch.nn.Parameter]],
-) -> Iterator[list[tuple[str, torch.nn.Parameter]]]:
-    """Split parameters into buckets: neighbours of one dtype and device, of limited size."""
-    group: list[tuple[str, torch.nn.Parameter]] = []
-    held, limit = 0, FIRST_BYTES
-    for name, parameter in named:
-        first = group[0][1] if group else parameter
-        alike = (first.dtype, first.device) == (parameter.dtype, parameter.device)
-        if group and (held >= limit or not alike):
-            yield group
-            group, held, limit = [], 0, BUCKET_BYTES
-        group.append((name, parameter))
-        held += parameter.numel() * parameter.element_size()
-    if group:
-        yield group
 
 
 class _Distributed(torch.optim.Optimizer):

@@ -25,6 +25,8 @@ class ProcessSet:
         self.ranks: list[int] = sorted(ranks)
         self.process_set_id: int | None = None
         """A number that all ranks have in common; None: there is no group."""
+        self.group: dist.ProcessGroup | None = None
+        """Its group, on the ranks that it includes."""
 
     def included(self) -> bool:
         """Return whether this rank is one of them."""
@@ -46,8 +48,7 @@ class ProcessSet:
 global_process_set = ProcessSet([])
 """All ranks."""
 
-_groups: dict[int, dist.ProcessGroup | None] = {}  # None: this rank is not included
-_sets: dict[int, ProcessSet] = {}
+_sets: list[ProcessSet] = []
 _made = 0
 
 
@@ -55,17 +56,20 @@ def begin(sets: Sequence[ProcessSet]) -> None:
     """Make the groups of a job that begins; collective."""
     end()
     global_process_set.ranks = list(range(dist.get_world_size()))
-    global_process_set.process_set_id = 0
-    _groups[0], _sets[0] = dist.group.WORLD, global_process_set
+    _note(global_process_set, 0, dist.group.WORLD)
     for process_set in sets:
         add_process_set(process_set)
 
 
+def _note(process_set: ProcessSet, number: int, group: dist.ProcessGroup | None) -> None:
+    process_set.process_set_id, process_set.group = number, group
+    _sets.append(process_set)
+
+
 def end() -> None:
     """Forget the groups of a job that has ended."""
-    for process_set in _sets.values():
-        process_set.process_set_id = None
-    _groups.clear()
+    for process_set in _sets:
+        process_set.process_set_id = process_set.group = None
     _sets.clear()
 
 
@@ -77,12 +81,11 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         Error: `init` was not called.
     """
     global _made
-    if 0 not in _sets:
-        raise Error("pycomm.horovod has no group yet: call hvd.init() first")
+    check_made(global_process_set)
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
     ranks, everyone = process_set.ranks, global_process_set.ranks
-    if any(ranks == other.ranks for other in _sets.values()):
+    if any(ranks == other.ranks for other in _sets):
         raise ValueError(f"there is a process set of the ranks {ranks} already")
     if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(everyone):
         raise ValueError(
@@ -90,27 +93,23 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         )
     group = dist.new_group(ranks)
     _made += 1
-    process_set.process_set_id = _made
-    _groups[_made] = group if process_set.included() else None
-    _sets[_made] = process_set
+    _note(process_set, _made, group if process_set.included() else None)
     return process_set
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """End the group of a set; all ranks of the job call it. Return whether there was one."""
-    number = process_set.process_set_id
-    if number is None or number == 0:
+    if not process_set.process_set_id:  # all ranks have number 0
         return False
-    group = _groups.pop(number)
-    _sets.pop(number)
-    process_set.process_set_id = None
+    _sets.remove(process_set)
+    group, process_set.group, process_set.process_set_id = process_set.group, None, None
     if group is not None:
         dist.destroy_process_group(group)
     return True
 
 
-def check_made(process_set: ProcessSet) -> int:
-    """Return the number of a set that has a group.
+def check_made(process_set: ProcessSet) -> None:
+    """Check that a set has a group.
 
     Raises:
         Error: it has none; on all ranks.
@@ -118,7 +117,6 @@ def check_made(process_set: ProcessSet) -> int:
     if process_set.process_set_id is None:
         made = "hvd.init()" if process_set is global_process_set else "hvd.add_process_set()"
         raise Error(f"{process_set} has no group: call {made} first")
-    return process_set.process_set_id
 
 
 def group_of(process_set: ProcessSet) -> dist.ProcessGroup:
@@ -127,7 +125,7 @@ def group_of(process_set: ProcessSet) -> dist.ProcessGroup:
     Raises:
         Error: there is none, or this rank is not included.
     """
-    group = _groups[check_made(process_set)]
-    if group is None:
+    check_made(process_set)
+    if process_set.group is None:
         raise Error(f"rank {dist.get_rank()} is not in {process_set}, and cannot call for it")
-    return group
+    return process_set.group

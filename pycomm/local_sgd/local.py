@@ -18,8 +18,8 @@ from pycomm.arguments import number, typed, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
-from pycomm.local_sgd.outer import Fragment, reals
-from pycomm.local_sgd.shared import Average, SharedModel, copies
+from pycomm.local_sgd.outer import Fragment, copies, reals
+from pycomm.local_sgd.shared import Average, SharedModel
 from pycomm.local_sgd.streamed import Blocking, Streamed
 from pycomm.policy import Policy, agree_on_options
 from pycomm.reduction import own_group

@@ -56,30 +56,27 @@ class Fragment:
         self.weight = 0.0
         """Samples, tokens or steps since they were last sent."""
         self.parameters = dict(parameters)
-        self.start: Values = self._gather()
-        self.velocity: Values | None = _zeros(self.start) if momentum else None
+        self.start = self.values()
+        self.velocity: Values | None = None
+        if momentum:
+            self.velocity = {w: torch.zeros_like(start) for w, start in self.start.items()}
 
     @property
     def names(self) -> dict[str, tuple[str, ...]]:
         """Names of the parameters in each flat tensor, in order."""
-        return {width: tuple(name for name, _ in self._of(width)) for width in self.start}
-
-    def values(self) -> Values:
-        """Return the model's values as flat tensors."""
-        return self._gather()
+        return {
+            width: tuple(n for n, p in self.parameters.items() if _width(reals(p)) == width)
+            for width in self.start
+        }
 
     def gradient(self) -> Values:
         """Return this rank's outer gradient since the last `write`: start minus end."""
-        ends = self._gather()
-        for width, end in ends.items():
-            at = 0
-            for _, part in self._of(width):
-                flat = end[at : at + part.numel()]
-                begin = self.start[width][at : at + part.numel()]
-                if part.dtype != begin.dtype:
-                    begin = begin.to(part.dtype).to(begin.dtype)  # as it was written
-                torch.sub(begin, flat, out=flat)
-                at += part.numel()
+        ends = self.values()
+        starts = {width: self.start[width] for width in ends}  # in the same order
+        for (part, end), (_, begin) in zip(self._of(ends), self._of(starts), strict=True):
+            if part.dtype != begin.dtype:
+                begin = begin.to(part.dtype).to(begin.dtype)  # as it was written
+            torch.sub(begin, end, out=end)
         return ends
 
     def apply(self, gradient: Values, lr: float) -> None:
@@ -94,11 +91,8 @@ class Fragment:
     @torch.no_grad()
     def write(self, values: Values | None = None) -> None:
         """Write values to the model; None: the start, from which a round begins."""
-        for width, start in (values or self.start).items():
-            at = 0
-            for _, part in self._of(width):
-                part.copy_(start[at : at + part.numel()].view_as(part))
-                at += part.numel()
+        for part, start in self._of(values or self.start):
+            part.copy_(start.view_as(part))
 
     @torch.no_grad()
     def mix(self, share: float) -> None:
@@ -106,21 +100,16 @@ class Fragment:
 
         The parameters become ``share * parameters + (1 - share) * start``.
         """
-        for width, start in self.start.items():
-            at = 0
-            for _, part in self._of(width):
-                own = part.to(start.dtype).reshape(-1)
-                part.copy_(torch.lerp(start[at : at + own.numel()], own, share).view_as(part))
-                at += part.numel()
+        for part, start in self._of(self.start):
+            own = part.to(start.dtype).reshape(-1)
+            part.copy_(torch.lerp(start, own, share).view_as(part))
 
     def state_dict(self) -> dict[str, Any]:
         """Return copies of the state to checkpoint."""
         return {
             "names": tuple(self.parameters),
-            "start": {width: values.clone() for width, values in self.start.items()},
-            "velocity": None
-            if self.velocity is None
-            else {width: values.clone() for width, values in self.velocity.items()},
+            "start": copies(self.start),
+            "velocity": None if self.velocity is None else copies(self.velocity),
             "weight": self.weight,
         }
 
@@ -153,13 +142,14 @@ class Fragment:
                 self.velocity[width].copy_(state["velocity"][width])
         self.weight = state["weight"]
 
-    def _of(self, width: str) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self.parameters.items():
-            part = reals(parameter)
-            if _width(part) == width:
-                yield name, part
+    def _of(self, values: Values) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield this rank's part of each parameter, and its place in flat tensors."""
+        for width, flat in values.items():
+            parts = [p for p in map(reals, self.parameters.values()) if _width(p) == width]
+            sizes = [part.numel() for part in parts]
+            yield from zip(parts, torch.split(flat, sizes), strict=True)
 
-    def _gather(self) -> Values:
+    def values(self) -> Values:
         """Return this rank's parts of all parameters as flat tensors."""
         flat: dict[str, list[torch.Tensor]] = {}
         for parameter in self.parameters.values():
@@ -212,5 +202,6 @@ def _width(part: torch.Tensor) -> str:
     return "float64" if part.dtype == torch.float64 else "float32"
 
 
-def _zeros(values: Values) -> Values:
-    return {width: torch.zeros_like(v) for width, v in values.items()}
+def copies(values: Values) -> Values:
+    """Return copies of flat tensors."""
+    return {width: part.clone() for width, part in values.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import astuple, dataclass
 from typing import Any
 from weakref import WeakSet
@@ -104,7 +104,7 @@ class SharedModel:
         On all ranks that function raises Error where `changed` is not empty on any.
         """
         self.state.follow_members()  # raises if the group has other members now
-        mine = Contribution(weight, is_finite(gradient), finishing, dirty, bool(changed))
+        mine = Contribution(weight, are_finite(gradient.values()), finishing, dirty, bool(changed))
         row = list(map(float, astuple(mine)))
         wait = start_gather(row, self.state.process_group, self.state.reducer.device)
 
@@ -155,7 +155,7 @@ class SharedModel:
         the inner optimizer where those are not finite either.
         """
         self.rounds += 1
-        if is_finite(average.values):  # on all ranks alike
+        if are_finite(average.values.values()):  # on all ranks alike
             part.apply(average.values, self._lr)
             return True
         self.state.reducer.check_operations()
@@ -243,14 +243,9 @@ def named(model: nn.Module) -> dict[str, nn.Parameter]:
     return {clean(name): p for name, p in model.named_parameters()}
 
 
-def is_finite(values: Values) -> bool:
+def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
     """Whether all values are finite."""
-    return all(bool(part.isfinite().all()) for part in values.values())
-
-
-def copies(values: Values) -> Values:
-    """Return copies of flat tensors."""
-    return {width: part.clone() for width, part in values.items()}
+    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 _everybody: WeakSet[InnerOptimizers] = WeakSet()
@@ -290,14 +285,10 @@ class InnerOptimizers:
             for optimizer in self._optimizers:
                 values = optimizer.state.get(parameter, {}).values()
                 tensors = [reals(value) for value in values if isinstance(value, torch.Tensor)]
-                if not _are_finite(tensors):
+                if not are_finite(tensors):
                     torch._foreach_zero_(tensors)
                     reset.append(name)
         return reset
-
-
-def _are_finite(tensors: Collection[torch.Tensor]) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def _note(optimizer: torch.optim.Optimizer, *_: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pycomm.plan.cluster import Cluster, Link
 from pycomm.plan.codecs import NONE, Coding
@@ -21,8 +22,7 @@ EXACT = ("one_shot", "two_shot", "bruck")
 """Those that `auto` chooses from without a codec: they keep rank order."""
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Cost of an all-reduce of one bucket."""
 
     seconds: float
@@ -36,25 +36,9 @@ class Cost:
     latency: float
     """Part of `seconds` that no number of bytes changes: dependent rounds, and messages."""
 
-    def plus(self, other: Cost) -> Cost:
-        """Return the cost of both, one after the other."""
-        return Cost(
-            self.seconds + other.seconds,
-            self.wire + other.wire,
-            self.processor + other.processor,
-            self.sent + other.sent,
-            self.latency + other.latency,
-        )
-
-    def times(self, count: int) -> Cost:
-        """Return the cost of `count` repetitions, one after the other."""
-        return Cost(
-            self.seconds * count,
-            self.wire * count,
-            self.processor * count,
-            self.sent * count,
-            self.latency * count,
-        )
+    def plus(self, other: Cost, times: int = 1) -> Cost:
+        """Return the cost of this and of `times` others, one after the other."""
+        return Cost(*(mine + times * each for mine, each in zip(self, other, strict=True)))
 
 
 NOTHING = Cost(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -159,7 +143,7 @@ def _flat(
         exact = _flat(cluster, link, n, NONE, "two_shot", half, cross)
         work = coding_seconds(cluster, coding, n, size.values)
         own = Cost(work * cluster.slowdown, 0.0, work, 0.0, 0.0)
-        return own.plus(exact).plus(exact)
+        return own.plus(exact, times=2)
     known = "one_shot" if algorithm == "gather" else algorithm
     rounds, messages, sent, folded = steps(known, n, size.payload)
     if known == "two_shot":  # each chunk is sent in segments

@@ -8,9 +8,9 @@ protocol overhead, meant for a first estimate; ``plan probe`` measures.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 from pycomm import units
 
@@ -81,18 +81,23 @@ class Link:
         return 2 * self.latency * float(1 - (1 - self.loss) ** messages)
 
     @classmethod
-    def parse(cls, text: str, *, mover: Mover = "tcp") -> Link:
-        """Return a link as `of` does, also with round trip and loss: "20mbit/50mbit,60ms,0.1%".
+    def of(cls, text: str, *, mover: Mover = "tcp") -> Link:
+        """Return a preset ("10gbe", "nvlink", "wan"), or a link of a rate ("1gbit", "3GB/s").
 
-        TCP is taken to go on at the link's rate in spite of losses, as bbr does.
+        A rate in bits is that of the line, of which headers take 5 %; one in bytes is what
+        arrives. A prefix says what moves the bytes: "tcp:40gbit" a core, "dma:40gbit" a device,
+        "bus:22GB/s" a bus that the ranks of a node share and that every byte crosses twice, into
+        the memory of the host and out of it. TCP is taken to go on at the link's rate in spite of
+        losses, as bbr does.
 
         Args:
-            text: what a node sends, and receives if that differs; then, in any order and each
-                if wanted, the round trip and the share of packets that are lost at random.
-            mover: as of `of`.
+            text: what a node sends, and receives if that differs; then, in any order and each if
+                wanted, the round trip and the share of packets that are lost at random:
+                "20mbit/50mbit,60ms,0.1%".
+            mover: what moves the bytes of a rate without a prefix.
 
         Raises:
-            ValueError: as of `of`; or one part is neither a time nor a share below 1.
+            ValueError: a part is no preset, rate, time or share below 1.
         """
         first, *rest = text.split(",")
         latency, loss = None, 0.0
@@ -102,57 +107,41 @@ class Link:
             else:
                 latency = units.parse_time(part) / 2
         send, slash, receive = first.partition("/") if "B/s" not in first else (first, "", "")
-        link = cls.of(send, latency, mover=mover)
+        link = _plain(send, latency, mover)
         if slash:
-            link = replace(link, name=first, receive=cls.of(receive, latency, mover=mover).rate)
+            link = replace(link, name=first, receive=_plain(receive, latency, mover).rate)
         if loss == 1:
             raise ValueError(f"cannot read the link {text!r}: want a loss below 100 %")
         return replace(
             link, rate=(1 - loss) * link.rate, receive=(1 - loss) * link.receive, loss=loss
         )
 
-    @classmethod
-    def of(cls, text: str, latency: float | None = None, *, mover: Mover = "tcp") -> Link:
-        """Return a preset ("10gbe", "nvlink", "wan"), or a link of a rate ("1gbit", "3GB/s").
-
-        A rate in bits is that of the line, of which headers take 5 %; one in bytes is what
-        arrives. A prefix says what moves the bytes: "tcp:40gbit" a core, "dma:40gbit" a device,
-        "bus:22GB/s" a bus that the ranks of a node share and that every byte crosses twice, into
-        the memory of the host and out of it.
-
-        Args:
-            text: preset, or rate with or without a prefix.
-            latency: seconds one way, instead of the preset's or the default.
-            mover: what moves the bytes of a rate without a prefix.
-
-        Raises:
-            ValueError: neither a preset nor a rate, or the latency is negative or not finite.
-        """
-        if latency is not None and not 0 <= latency < math.inf:
-            raise ValueError(f"a latency of {latency} s: want a time of 0 or more")
-        known = LINKS.get(text.lower())
-        if known is None:
-            prefix, _, number = text.rpartition(":")
-            if prefix and prefix not in LATENCIES:
-                raise ValueError(
-                    f"cannot read the link {text!r}: before a rate stands {', '.join(LATENCIES)}"
-                )
-            try:
-                rate, bits = units.parse_rate(number)
-            except ValueError as error:
-                raise ValueError(f"{error}; or one of {', '.join(LINKS)}") from None
-            kind = prefix or mover
-            known = Link(text, rate * (GOODPUT if bits else 1.0), LATENCIES[kind])
-            if kind == "tcp":
-                known = _over_tcp(text, known.rate, known.latency)
-            elif kind == "bus":
-                known = replace(known, rate=known.rate / 2, shared=True)
-        latency = known.latency if latency is None else latency
-        return replace(known, latency=latency, far=latency >= FAR / 2)
-
 
 LATENCIES: dict[str, float] = {"tcp": 50e-6, "dma": 5e-6, "bus": 5e-6}
 """Seconds from a send to its arrival, for links of which only the rate is known."""
+
+
+def _plain(text: str, latency: float | None, mover: Mover) -> Link:
+    """Return a preset, or a link of a rate, with another latency if one is given."""
+    known = LINKS.get(text.lower())
+    if known is None:
+        prefix, _, number = text.rpartition(":")
+        if prefix and prefix not in LATENCIES:
+            raise ValueError(
+                f"cannot read the link {text!r}: before a rate stands {', '.join(LATENCIES)}"
+            )
+        try:
+            rate, bits = units.parse_rate(number)
+        except ValueError as error:
+            raise ValueError(f"{error}; or one of {', '.join(LINKS)}") from None
+        kind = prefix or mover
+        known = Link(text, rate * (GOODPUT if bits else 1.0), LATENCIES[kind])
+        if kind == "tcp":
+            known = _over_tcp(text, known.rate, known.latency)
+        elif kind == "bus":
+            known = replace(known, rate=known.rate / 2, shared=True)
+    latency = known.latency if latency is None else latency
+    return replace(known, latency=latency, far=latency >= FAR / 2)
 
 
 def _over_tcp(name: str, rate: float, latency: float) -> Link:
@@ -186,27 +175,16 @@ class CodecRates:
 
     def times(self, factor: float) -> CodecRates:
         """Return all rates multiplied by a factor."""
-        return CodecRates(
-            encode=factor * self.encode,
-            decode=factor * self.decode,
-            decode_add=factor * self.decode_add,
-            encode_fed=factor * self.encode_fed,
-            measured=self.measured,
-        )
+        return self._with_each(self, lambda mine, _: factor * mine)
 
     def toward(self, other: CodecRates, share: float) -> CodecRates:
         """Return rates between the two: `share` of the way to `other`, in seconds per byte."""
+        return self._with_each(other, lambda mine, its: 1 / ((1 - share) / mine + share / its))
 
-        def between(mine: float, others: float) -> float:
-            return 1 / ((1 - share) / mine + share / others)
-
-        return CodecRates(
-            encode=between(self.encode, other.encode),
-            decode=between(self.decode, other.decode),
-            decode_add=between(self.decode_add, other.decode_add),
-            encode_fed=between(self.encode_fed, other.encode_fed),
-            measured=self.measured,
-        )
+    def _with_each(self, other: CodecRates, rate: Callable[[float, float], float]) -> CodecRates:
+        names = ("encode", "decode", "decode_add", "encode_fed")
+        rates: Any = {name: rate(getattr(self, name), getattr(other, name)) for name in names}
+        return replace(self, **rates)
 
 
 @dataclass(frozen=True)

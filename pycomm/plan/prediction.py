@@ -84,7 +84,7 @@ def step(
         )
         # Of equal buckets, all later ones wait for the first or the last.
         end = max(max(end, first) + count * cost.seconds, last + cost.seconds)
-        total, passed = total.plus(cost.times(count)), passed + count * bucket.values
+        total, passed = total.plus(cost, count), passed + count * bucket.values
     optimizer = compute * (1 - model.forward - model.backward)
     end = max(end, compute - optimizer) + optimizer
     if cluster.compute_on_cores:

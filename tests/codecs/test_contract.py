@@ -49,7 +49,7 @@ def skip_by_design(reason: str) -> None:
 def runner(codec: Codec, kind: str, device: str):
     if kind == "emulated-cuda":
         return emulated_cuda
-    if kind == "triton" and codec.name in ("lossless", "topk"):
+    if kind == "triton" and codec.name in ("eden", "lossless", "mx", "topk"):
         skip_by_design("it has no kernels in Triton")
     try:
         return implementation(codec.name, kind, device)
@@ -142,9 +142,9 @@ def combinations() -> Iterator[tuple[str, str, str, Sequence[str]]]:
     Native code runs all cases with the first spec of a codec, and every third one with the others;
     emulated CUDA runs every sixth with the others, whose references are there by then.
     Triton's interpreter, which takes most of the time, runs every twelfth case with the first
-    spec of a codec, and every 36th with the others; with rotations, which are slow there, a third
-    of these. The next spec begins at the next case, so that a codec of several specs meets all. The
-    full extent runs all on the CPU, and twelve times as many in Triton's interpreter.
+    spec of a codec, and every 36th with the others. The next spec begins at the next case, so that
+    a codec of several specs meets all. The full extent runs all on the CPU, and twelve times as
+    many in Triton's interpreter.
     """
     seen = set()
     for number, spec in enumerate(SPECS):
@@ -152,9 +152,7 @@ def combinations() -> Iterator[tuple[str, str, str, Sequence[str]]]:
         step = {
             "native": 1 if FULL or name not in seen else 3,
             "emulated-cuda": 1 if FULL or name not in seen else 6,
-            "triton": (1 if FULL else 12)
-            * (3 if name in seen else 1)
-            * (3 if name == "eden" else 1),
+            "triton": (1 if FULL else 12) * (3 if name in seen else 1),
         }
         for kind, device in IMPLEMENTATIONS:
             every_nth = step.get(kind, 1) if device == "cpu" else 1
@@ -168,11 +166,9 @@ def combinations() -> Iterator[tuple[str, str, str, Sequence[str]]]:
 
 def on_each() -> Iterator[tuple[str, str, str]]:
     """Yield every spec on every implementation; for Triton's interpreter each codec's first one,
-    and every fifth of the others but for rotations."""
+    and every fifth of the others."""
     seen = set()
-    others = SPECS
-    if not FULL:
-        others = part([spec for spec in SPECS if pycomm.codec(spec).name != "eden"], 5)
+    others = SPECS if FULL else part(SPECS, 5)
     for spec in SPECS:
         name = pycomm.codec(spec).name
         for kind, device in IMPLEMENTATIONS:
@@ -280,7 +276,8 @@ def rare_places(threshold: int) -> list[int]:
     [
         (spec, kind, device)
         for kind, device in IMPLEMENTATIONS
-        for spec in part(ROTATIONS, 8 if (kind, device) == ("triton", "cpu") else 2)
+        if kind != "triton"
+        for spec in part(ROTATIONS, 2)
     ],
 )
 def test_every_kind_of_rotation(spec, kind, device):

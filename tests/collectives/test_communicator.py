@@ -21,7 +21,7 @@ import torch
 from pycomm import _C
 from pycomm.communicator import Communicator, Piece, Store, built
 from pycomm.env import env
-from pycomm.errors import Error
+from pycomm.errors import Error, Timeout
 from tests.collectives.ways import WAYS
 from tests.ranks import attempt, run
 from tests.torch.interpreter import free_port
@@ -447,25 +447,42 @@ def test_pieces_that_wrap():
     run(8, job)
 
 
-@ways
-def test_a_list_that_is_wrong_for_one_rank_raises_on_all(way):
-    def job(c):
-        def sized(*sizes):
-            return [np.zeros(n, np.float32) for n in sizes]
+def sized(*sizes):
+    return [np.zeros(n, np.float32) for n in sizes]
 
-        one = np.ones(1, np.float32)
-        with pytest.raises(Error, match=r"part of 2 elements for rank 1 .* rank 1 brings 1"):
-            c.all_gather(one, sized(1, 2, 1))
-        with pytest.raises(Error, match=r"part of 3 elements for rank 0 .* rank 0 brings 1"):
-            c.reduce_scatter(sized(3, 1, 1), one)
-        for wrong in (
-            lambda: c.all_gather(one, sized(2, 2, 2)),
-            lambda: c.reduce_scatter(sized(2, 2, 2), one),
-            lambda: c.all_gather(np.ones(1), sized(1, 1, 1)),
-            lambda: c.reduce_scatter(sized(1, 1, 1), np.ones(1)),
-        ):
-            with pytest.raises(Error, match=r"all_gather|reduce_scatter"):
-                wrong()
+
+LISTS = {
+    "all_gather": lambda c, one, parts: c.all_gather(one, parts),
+    "reduce_scatter": lambda c, one, parts: c.reduce_scatter(parts, one),
+    "all_to_all": lambda c, one, parts: c.all_to_all(parts, sized(1, 1, 1)),
+    "gather": lambda c, one, parts: c.gather(one, parts),
+    "scatter": lambda c, one, parts: c.scatter(parts, one),
+}
+
+
+@ways
+@pytest.mark.parametrize("op", LISTS)
+def test_a_list_that_is_wrong_for_one_rank_ends_the_group_on_all(way, op):
+    def job(c):
+        wrong = c.rank == 0 or op in ("all_gather", "reduce_scatter")
+        LISTS[op](c, *sized(1), sized(1 + wrong, 1, 1))
+        c.barrier()  # a gather may have ended where it has only sent
+
+    first, *others = attempt(3, job, **WAYS[way])
+    assert str(first).startswith(f"rank 0: {op} has ")
+    for error in others:
+        assert isinstance(error, Error)
+        assert not isinstance(error, Timeout)
+        assert f"its {op} has " in str(error)
+
+
+@ways
+def test_a_list_that_is_wrong_for_all_leaves_the_group_usable(way):
+    def job(c):
+        for numels, one in (((2, 2, 2), sized(1)), ((1, 1, 1), [np.ones(1)])):
+            for op in ("all_gather", "reduce_scatter"):
+                with pytest.raises(Error, match=f"{op}.*: (give both|convert one)"):
+                    LISTS[op](c, *one, sized(*numels))
         works(c)
 
     run(3, job, **WAYS[way])

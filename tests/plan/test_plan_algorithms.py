@@ -143,27 +143,25 @@ def test_a_codec_of_which_nothing_is_known_is_named(name):
 
 
 def test_a_far_link_is_written_with_round_trip_and_loss():
-    link = Link.parse("20mbit/50mbit,60ms,0.1%")
-    assert link == Link.parse("20mbit/50mbit, 0.1%, 60ms")
+    link = Link.of("20mbit/50mbit,60ms,0.1%")
+    assert link == Link.of("20mbit/50mbit, 0.1%, 60ms")
     assert link.rate == pytest.approx(0.999 * 0.95 * 20e6 / 8)
     assert link.receive == pytest.approx(0.999 * 0.95 * 50e6 / 8)
     assert link.slower == link.rate
     assert (link.latency, link.loss, link.far) == (0.03, 0.001, True)
-    assert Link.parse("10gbe") == Link.of("10gbe")
-    assert Link.parse("3GB/s") == Link.of("3GB/s")
-    assert not Link.parse("10gbe").far
+    assert not Link.of("10gbe").far
 
 
 @pytest.mark.parametrize("text", ["1gbit,40ms,200%", "1gbit,100%", "1gbit,far", "1gbit/", "/1gbit"])
 def test_a_far_link_that_makes_no_sense_is_refused(text):
     with pytest.raises(ValueError, match=r"cannot read|want"):
-        Link.parse(text)
+        Link.of(text)
 
 
 def test_a_round_takes_the_way_and_sometimes_a_repetition():
     size = Size(2, 8.0)
     cost = {
-        loss: all_reduce(Cluster(2, Link.parse(f"200mbit,60ms,{loss}")), NONE, "one_shot", size)
+        loss: all_reduce(Cluster(2, Link.of(f"200mbit,60ms,{loss}")), NONE, "one_shot", size)
         for loss in ("0%", "1%")
     }
     assert cost["0%"].seconds == pytest.approx(0.03, rel=0.01)
@@ -172,7 +170,7 @@ def test_a_round_takes_the_way_and_sometimes_a_repetition():
 
 @pytest.mark.parametrize("link", ["20mbit/50mbit,60ms", "50mbit/20mbit,60ms"])
 def test_the_slower_direction_decides(link):
-    cluster = Cluster(4, Link.parse(link))
+    cluster = Cluster(4, Link.of(link))
     size = Size(1 << 22, float(1 << 24))
     seconds = all_reduce(cluster, NONE, "two_shot", size).seconds
     assert seconds == pytest.approx(0.06 + 1.5 * 2**24 / cluster.inter.slower, rel=0.02)
@@ -180,7 +178,7 @@ def test_the_slower_direction_decides(link):
 
 def test_far_ranks_without_feedback_take_one_way():
     """Two ranks send as many bytes; of more only little is sent in one way."""
-    link, near = Link.parse("200mbit,200ms"), Link.parse("200mbit")
+    link, near = Link.of("200mbit,200ms"), Link.of("200mbit")
     fed, unfed = CODINGS["int8"], CODINGS["eden:bits=2"]
     assert algorithms(Cluster(2, link), fed) == ("two_shot",)
     assert algorithms(Cluster(2, near), unfed) == ("two_shot",)
@@ -203,7 +201,7 @@ MEASURED = {"none": 0.439, "int8": 0.204, "int4": 0.204, "eden:bits=2": 0.138}
 
 @pytest.mark.parametrize("codec", MEASURED)
 def test_a_far_link_carries_a_window_in_a_round_trip(codec):
-    model, cluster = of_count(6_300_000, 0.025), Cluster(2, Link.parse("1gbit,60ms"))
+    model, cluster = of_count(6_300_000, 0.025), Cluster(2, Link.of("1gbit,60ms"))
     found = min(
         step(model, cluster, CODINGS[codec], way).step
         for way in algorithms(cluster, CODINGS[codec])

@@ -324,9 +324,7 @@ def test_a_total_says_what_gradients_took():
     assert total.text() == ""
     total.add(250_000, 1_000_000, 0.0)
     total.add(250_000, 1_000_000, 1.5)
-    assert total.text() == (
-        "2 steps in 1.5 s: gradients of 2.00 MB were coded in 0.50 MB, 1.50 MB less"
-    )
+    assert total.text() == ("2 steps in 1.5 s: gradients of 2 MB were coded in 500 kB, 1.5 MB less")
 
 
 def test_the_end_of_a_process_tells_totals_once():
@@ -340,5 +338,5 @@ for steps in (0, 2, 1):
     monitor.tell_at_exit(total, tell)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    line = "2 models, 3 steps in 1.0 s: gradients of 3.00 MB were coded in 0.75 MB, 2.25 MB less"
+    line = "2 models, 3 steps in 1.0 s: gradients of 3 MB were coded in 750 kB, 2.25 MB less"
     assert done.stderr == f"pycomm: {line}\n"

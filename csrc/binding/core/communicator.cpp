@@ -245,15 +245,6 @@ void bind_communicator(py::module_& m) {
           py::arg("average") = true, py::arg("seed") = 0, py::arg("step") = 0,
           py::arg("dtype") = DType::float32, py::arg("timeout") = 0.0)
       .def(
-          "compare_sizes",
-          [](Self& c, std::string_view op, size_t own, const std::vector<size_t>& parts,
-             DType dtype, ReduceOp redop, double timeout) {
-            const Release release;
-            c.compare_sizes(op_named(op), own, parts, dtype, redop, milliseconds(timeout));
-          },
-          py::arg("op"), py::arg("own"), py::arg("parts"), py::arg("dtype"), py::arg("redop"),
-          py::arg("timeout") = 0.0)
-      .def(
           "send",
           [](const std::shared_ptr<Self>& c, uintptr_t data, size_t bytes, int dst, int tag,
              const py::object& keep) {

@@ -119,16 +119,6 @@ intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, in
 
 namespace {
 
-/// Makes the comparison for Arguments::must_compare(). Among devices the call has checked this
-/// rank's part alone.
-void compare_sizes(Communicator& comm, const Collective& how, const at::Tensor& own,
-                   const Tensors& parts, Milliseconds timeout) {
-  comm.compare_sizes(how.op, Elements(own).count(own), FlatList(parts).numels(), how.dtype,
-                     how.redop, timeout);
-}
-void compare_sizes(PeerRoute&, const Collective&, const at::Tensor&, const Tensors&, Milliseconds) {
-}
-
 /// Returns a collective without its buffers that moves tensors like t.
 Collective moving(Op op, const at::Tensor& t, int root = -1) {
   Collective how{op, Elements(t).dtype};
@@ -184,12 +174,14 @@ void run_in_place(Comm& comm, Collective how, const at::Tensor& tensor, Millisec
 
 // Lists that all ranks pass, and whose parts have one size, are wrong on all of them or on none.
 // Other ranks cannot check a root's list, or parts that differ, and to compare them first would
-// cost an all_to_all a round trip.
-void Backend::end_others(const Call& call, int64_t in, int64_t out) const {
-  if (in == out || size_ == 1) return;
-  engine()->abort(std::string("refused its ") + call.name + ", whose part for itself has " +
-                  std::to_string(in) + " values in the input and " + std::to_string(out) +
-                  " in the output");
+// cost a round trip.
+void Backend::own_part(const Call& call, bool even, int64_t in, int64_t out) const {
+  if (in == out) return;
+  const std::string sizes = " has " + std::to_string(in) + " values in the input and " +
+                            std::to_string(out) + " in the output";
+  if (!even && size_ > 1)
+    engine()->abort(std::string("refused its ") + call.name + ", whose part for itself" + sizes);
+  arguments_.fail(call, "the part for this rank itself" + sizes);
 }
 
 // ------------------------------------------------------------------ one to all
@@ -214,8 +206,7 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
   Tensors parts;
   if (root == rank_) {
     parts = arguments_.one_per_rank(call, inputs, given);
-    end_others(call, parts[rank_].numel(), given.numel());
-    arguments_.own_part(call, parts, given, "input");
+    own_part(call, false, parts[rank_].numel(), given.numel());
   }
   return issue_lists(call, moving(Op::scatter, given, root), parts, outputs);
 }
@@ -243,8 +234,7 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
   Tensors parts;
   if (root == rank_) {
     parts = arguments_.one_per_rank(call, outputs, given);
-    end_others(call, given.numel(), parts[rank_].numel());
-    arguments_.own_part(call, parts, given, "output");
+    own_part(call, false, given.numel(), parts[rank_].numel());
     arguments_.check_written(call, parts);
   }
   return issue_lists(call, moving(Op::gather, given, root), inputs, parts);
@@ -314,15 +304,8 @@ WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
   const at::Tensor& given = arguments_.only(call, inputs);
   const Tensors list = arguments_.one_per_rank(call, outputs, given);
   arguments_.check_written(call, list);
-  const bool compare = arguments_.must_compare(call, list, given, "output");
-  const Collective how = moving(Op::all_gather, given);
-  Staging staging(*this, call);
-  const at::Tensor input = staging.in(given);
-  if (staging.peers()) arguments_.own_part(call, list, given, "output");
-  return issue(call, list, staging, [=, parts = staging.out(list)](auto& comm) {
-    if (compare) compare_sizes(comm, how, input, parts, call.timeout);
-    run_lists(comm, how, {input}, parts, call.timeout);
-  });
+  own_part(call, Arguments::equal(list), given.numel(), list[rank_].numel());
+  return issue_lists(call, moving(Op::all_gather, given), inputs, list);
 }
 
 WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -343,23 +326,18 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
     for (size_t i = 0; i < inputs.size(); i++) parts[i].push_back(of_rank[i]);
     all.insert(all.end(), of_rank.begin(), of_rank.end());
   }
-  std::vector<size_t> compared;
   arguments_.check_written(call, all);
   for (size_t i = 0; i < inputs.size(); i++) {
     arguments_.check(call, inputs[i]);
     arguments_.one_per_rank(call, {parts[i]}, inputs[i]);
-    if (arguments_.must_compare(call, parts[i], inputs[i], "output")) compared.push_back(i);
+    own_part(call, Arguments::equal(parts[i]), inputs[i].numel(), parts[i][rank_].numel());
   }
   Staging staging(*this, call);
   const Tensors hosts = staging.in(inputs);
-  for (size_t i = 0; staging.peers() && i < inputs.size(); i++)
-    arguments_.own_part(call, parts[i], inputs[i], "output");
   for (Tensors& of_tensor : parts) of_tensor = staging.out(of_tensor);
   return issue(call, all, staging, [=, inputs = hosts](auto& comm) {
-    const auto how = [&](size_t i) { return moving(Op::all_gather, inputs[i]); };
-    for (const size_t i : compared) compare_sizes(comm, how(i), inputs[i], parts[i], call.timeout);
     for (size_t i = 0; i < inputs.size(); i++)
-      run_lists(comm, how(i), {inputs[i]}, parts[i], call.timeout);
+      run_lists(comm, moving(Op::all_gather, inputs[i]), {inputs[i]}, parts[i], call.timeout);
   });
 }
 
@@ -381,14 +359,8 @@ WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
   const at::Tensor& given = arguments_.only_written(call, outputs);
   const Tensors list = arguments_.one_per_rank(call, inputs, given);
   const Collective how = arguments_.reducing(call, Op::reduce_scatter, given, opts.reduceOp);
-  const bool compare = arguments_.must_compare(call, list, given, "input");
-  Staging staging(*this, call);
-  const at::Tensor output = staging.out(given);
-  if (staging.peers()) arguments_.own_part(call, list, given, "input");
-  return issue(call, outputs, staging, [=, parts = staging.in(list)](auto& comm) {
-    if (compare) compare_sizes(comm, how, output, parts, call.timeout);
-    run_lists(comm, how, parts, {output}, call.timeout);
-  });
+  own_part(call, Arguments::equal(list), list[rank_].numel(), given.numel());
+  return issue_lists(call, how, list, outputs);
 }
 
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -413,9 +385,7 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
   arguments_.same_dtype(call, input, output);
   const std::vector<size_t> send = arguments_.rows(call, input, input_splits, "input");
   const std::vector<size_t> recv = arguments_.rows(call, output, output_splits, "output");
-  if (!Arguments::equal(send) || !Arguments::equal(recv))
-    end_others(call, static_cast<int64_t>(send[rank_]), static_cast<int64_t>(recv[rank_]));
-  arguments_.own_part(call, send[rank_], recv[rank_]);
+  own_part(call, Arguments::equal(send) && Arguments::equal(recv), send[rank_], recv[rank_]);
   Staging staging(*this, call);
   const at::Tensor from = staging.in(input), to = staging.out(output);
   return issue(call, {output}, staging, [=](auto& comm) {
@@ -434,10 +404,8 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
   arguments_.check_written(call, outputs);
   arguments_.one_per_rank(call, {outputs}, outputs[0]);
   arguments_.one_per_rank(call, {inputs}, outputs[0]);
-  if (!Arguments::equal(inputs) || !Arguments::equal(outputs))
-    end_others(call, inputs[rank_].numel(), outputs[rank_].numel());
-  arguments_.own_part(call, static_cast<size_t>(inputs[rank_].numel()),
-                      static_cast<size_t>(outputs[rank_].numel()));
+  own_part(call, Arguments::equal(inputs) && Arguments::equal(outputs), inputs[rank_].numel(),
+           outputs[rank_].numel());
   return issue_lists(call, moving(Op::all_to_all, outputs[0]), inputs, outputs);
 }
 

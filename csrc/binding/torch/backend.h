@@ -254,9 +254,10 @@ class Backend final : public c10d::Backend {
   /// Runs an all-reduce of a large tensor of a device in parts.
   WorkPtr all_reduce_in_parts(const Call& call, const at::Tensor& tensor, const at::Tensor& host,
                               const Collective& how);
-  /// Ends the group with an error where the part that this rank sends to itself has two sizes.
-  /// Other ranks may not see that: they get an error instead of waiting until the deadline.
-  void end_others(const Call& call, int64_t in, int64_t out) const;
+  /// Checks that the part that this rank has for itself has one size in the input and the output.
+  /// Unless all parts are even, other ranks may not see that it has not, and the group ends: they
+  /// get an error instead of waiting until the deadline.
+  void own_part(const Call& call, bool even, int64_t in, int64_t out) const;
   /// Runs a collective from some tensors to others: one for each rank where the op has parts, else
   /// one.
   WorkPtr issue_lists(const Call& call, const Collective& how, const Tensors& inputs,

@@ -220,7 +220,6 @@ class FlatList {
     for (size_t r = 0; r < flats_.size(); r++) parts.push_back({flats_[r].out(), numels_[r]});
     return parts;
   }
-  const std::vector<size_t>& numels() const { return numels_; }
   void finish() const {
     for (const Flat& flat : flats_) flat.finish();
   }

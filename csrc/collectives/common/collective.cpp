@@ -91,21 +91,19 @@ Collective Collective::checked(int rank, int ranks) const {
   if (!is_rooted()) call.root = -1;
   call.in = reads ? in.of(element) : ConstParts();
   call.out = writes ? out.of(element) : Parts();
-  // One buffer beside parts of which all ranks know the sizes has that of our part.
-  if (op == Op::all_gather) call.in = ConstParts(in.data(), out.numel(rank)).of(element);
-  if (op == Op::reduce_scatter) call.out = Parts(out.data(), in.numel(rank)).of(element);
   if (!has_in_parts()) check.buffer(call.in.data(), call.in.numel(0), element);
   if (!has_out_parts()) check.buffer(call.out.data(), call.out.numel(0), element);
   return call;
 }
 
 std::string Collective::own_mismatch(int rank) const {
-  const bool copies = op == Op::all_to_all || (sizes_differ(op) && rank == root);
-  const size_t brings = copies ? in.numel(has_in_parts() ? rank : 0) : 0;
-  const size_t gets = copies ? out.numel(has_out_parts() ? rank : 0) : 0;
+  const bool has_part =
+      is_rooted() ? sizes_differ(op) && rank == root : has_in_parts() || has_out_parts();
+  const size_t brings = has_part ? in.numel(has_in_parts() ? rank : 0) : 0;
+  const size_t gets = has_part ? out.numel(has_out_parts() ? rank : 0) : 0;
   if (brings == gets) return "";
   return "has " + std::to_string(brings) + " elements for itself but expects " +
-         std::to_string(gets);
+         std::to_string(gets) + ": give both the same size";
 }
 
 OpTag Collective::tag(int ranks) const {
@@ -119,20 +117,14 @@ OpTag Collective::tag(int ranks) const {
     return make_tag(op, numel(0), dtype, redop);
   }
   OpTag tag = make_tag(op, has_in_parts() ? in.total(ranks) : out.total(ranks), dtype, redop);
-  std::vector<size_t> sizes;
-  for (int r = 0; r < ranks; r++) sizes.push_back(numel(r));
-  add_sizes(tag, sizes);
-  return tag;
-}
-
-void add_sizes(OpTag& tag, const std::vector<size_t>& sizes) {
   std::string label = "parts of ";
-  for (size_t r = 0; r < sizes.size(); r++) {
-    const uint64_t numel = sizes[r];
-    tag.codec = crc32c({reinterpret_cast<const uint8_t*>(&numel), sizeof numel}, tag.codec);
-    label += (r == 0 ? "" : ",") + std::to_string(numel);
+  for (int r = 0; r < ranks; r++) {
+    const uint64_t size = numel(r);
+    tag.codec = crc32c({reinterpret_cast<const uint8_t*>(&size), sizeof size}, tag.codec);
+    label += (r == 0 ? "" : ",") + std::to_string(size);
   }
   label.copy(tag.label, sizeof tag.label - 1);
+  return tag;
 }
 
 }  // namespace pycomm

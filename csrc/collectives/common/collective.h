@@ -51,14 +51,13 @@ struct PYCOMM_API Collective {
   /// they are equal. Other ranks do not see it, unless all_parts_are_even().
   std::string own_mismatch(int rank) const;
   bool all_parts_are_even(int ranks) const {
-    return op == Op::all_to_all && in.even(ranks) && out.even(ranks);
+    return !is_rooted() && (!has_in_parts() || in.even(ranks)) &&
+           (!has_out_parts() || out.even(ranks));
   }
-  /// Returns the tag, on which all ranks must agree. Part sizes that differ are hashed into it.
+  /// Returns the tag, on which all ranks must agree. Part sizes that differ are hashed into it, and
+  /// told to people.
   OpTag tag(int ranks) const;
 };
-
-/// Hashes sizes into the tag of a call, and tells them to people.
-void add_sizes(OpTag& tag, const std::vector<size_t>& sizes);
 
 /// The checks of the arguments of one rank: errors name the rank, the op and the problem.
 class CallCheck {

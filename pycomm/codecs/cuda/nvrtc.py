@@ -16,7 +16,6 @@ import torch
 
 from pycomm import _C
 from pycomm.codecs.args import EncodeArgs
-from pycomm.codecs.base import Codec
 from pycomm.codecs.cuda.launches import (
     Launch,
     decode_launches,
@@ -26,13 +25,13 @@ from pycomm.codecs.cuda.launches import (
 from pycomm.codecs.cuda.sources import check_library, compile_options, source
 
 
-def encode(codec: Codec, args: EncodeArgs) -> None:
+def encode(codec: Any, args: EncodeArgs) -> None:
     """Write the payload and, if there is one, the new residual."""
     scratch = make_scratch(codec, args.x)
     launch(encode_launches(codec, args, scratch), args.x.device)
 
 
-def decode(codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
+def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
     """Store the decoded payload in ``out``, or add it to ``out``."""
     scratch = make_scratch(codec, out)
     launch(decode_launches(codec, payload, out, scratch, add=add), out.device)

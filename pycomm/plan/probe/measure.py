@@ -16,7 +16,6 @@ from pycomm import _C
 from pycomm.communicator import Communicator
 from pycomm.plan.cluster import FAR, Link
 from pycomm.plan.probe import codecs
-from pycomm.plan.probe.codecs import Codecs
 from pycomm.plan.probe.ranks import PAUSE, Ranks, all_reduces
 from pycomm.plan.probe.result import ClusterProbe, cores_of_process, machine_of_process, middle
 
@@ -75,7 +74,8 @@ def _turn(ranks: Ranks, buffers: Sequence[codecs.Buffers], effort: float) -> Clu
             codecs.in_use(pair, inter, found, b, effort)
             for found, b in zip(measured, buffers, strict=True)
         ]
-        inter = with_rounds(inter, measured[0])
+        # With what each round of an all-reduce was seen to wait.
+        inter = replace(inter, latency=inter.latency + max(0.0, measured[0].late))
     ranks.rest()
     if rank > 0:
         return None
@@ -154,11 +154,6 @@ def _short(group: Communicator, budget: float) -> float:
     """Return the seconds of a short one. Two ranks on one core stay on it until they sleep."""
     time.sleep(PAUSE)
     return all_reduces(group, SHORT, max(5, round(40 * budget)))[0]
-
-
-def with_rounds(link: Link, found: Codecs) -> Link:
-    """Return the link with the observed wait in each round of an all-reduce."""
-    return replace(link, latency=link.latency + max(0.0, found.late))
 
 
 def _message(group: Communicator) -> float:

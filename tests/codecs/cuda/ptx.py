@@ -38,14 +38,9 @@ ALL_TRITON_SPECS = [
     "int4",
     "int4:block=32",
     "int5:rounding=stochastic",
-    "mxfp8_e5m2",
-    "mxfp6:scale=ceil",
-    "nvfp4",
     "sign",
-    "eden2",
-    "eden:bits=3,size=4096,scale=mmse",
 ]
-SOME_TRITON_SPECS = ["bf16", "int4", "nvfp4", "sign", "eden2"]
+SOME_TRITON_SPECS = ["bf16", "fp8_e4m3", "int4", "sign"]
 TRITON_SPECS = ALL_TRITON_SPECS if FULL else SOME_TRITON_SPECS
 CONVERSIONS = [
     (source, target)

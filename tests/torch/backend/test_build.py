@@ -28,6 +28,7 @@ def package(tmp_path, monkeypatch):
     (folder / "csrc/binding/module.map").write_text("exports")
     (folder / "CMakeLists.txt").write_text("flags")
     monkeypatch.setattr(_build, "PACKAGE", folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delitem(sys.modules, "pycomm._c10d", raising=False)
     monkeypatch.setattr(_build, "import_c10d", lambda binary: binary)
     return folder
@@ -142,7 +143,7 @@ def test_a_delivered_binary_that_does_not_load_is_replaced(
     monkeypatch.setattr(torch, "__version__", "2.14.0")
 
     def load(binary: Path) -> Path:
-        if "pycomm-built" not in binary.parts:
+        if "cache" not in binary.parts:
             raise ImportError("undefined symbol: x")
         return binary
 
@@ -176,7 +177,8 @@ def test_two_torches_compile_in_turn(package, monkeypatch):
     monkeypatch.setattr(_build, "_compile", compile_into)
 
     def build(version: str) -> None:
-        folder = _build._folder(_build._folder_name(version))
+        folder = _build._folder_of(version)
+        _build._prepare(folder)
         with _build._locked(folder.parent):
             _build._compile_aloud(folder, version, "none")
 
@@ -188,10 +190,8 @@ def test_two_torches_compile_in_turn(package, monkeypatch):
 @pytest.mark.parametrize("part", ["home", "folder", "binary"])
 def test_what_others_can_write_is_not_loaded(package, compiled, monkeypatch, part):
     """Whoever can write into the cache could run code in every rank."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(package / "cache"))
-    (package.parent / "pycomm-built").write_text("a file, so that no folder can be made here")
     planted = _build.load_c10d()
-    assert package / "cache/pycomm" in planted.parents
+    assert package.parent / "cache/pycomm" in planted.parents
     compiled.clear()
     parts = {"home": planted.parents[1], "folder": planted.parent, "binary": planted}
     parts[part].chmod(0o777)
@@ -210,10 +210,8 @@ def test_a_torch_too_old_is_refused(package, compiled, monkeypatch):
     assert compiled == []
 
 
-def test_no_writable_folder_is_an_error(package, compiled, monkeypatch):
-    (package.parent / "pycomm-built").write_text("a file, so that no folder can be made here")
-    (package / "cache").write_text("another")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(package / "cache"))
+def test_no_writable_folder_is_an_error(package, compiled):
+    (package.parent / "cache").write_text("a file, so that no folder can be made here")
     with pytest.raises(Error, match="set XDG_CACHE_HOME"):
         _build.load_c10d()
 
@@ -231,7 +229,7 @@ def test_missing_tool_is_named_with_a_remedy(package, monkeypatch):
 
 
 def test_no_rank_sees_a_binary_that_is_still_being_written(package, monkeypatch):
-    folder, seen = package.parent / "pycomm-built", []
+    folder, seen = package.parent / "cache", []
     folder.mkdir()
 
     def run(command: list[str]) -> None:
@@ -266,5 +264,3 @@ def test_unknown_torch_without_a_compiler_is_an_error_with_all_reasons(tmp_path)
     assert done.returncode != 0
     for text in ("there is no _c10d for torch 2.99.0: found one for torch ", "there is no ", "c++"):
         assert text in done.stderr
-    for folder in (ROOT / "pycomm/_built").glob("_c10d-torch2.99.0-*"):
-        folder.rmdir()  # nothing was compiled

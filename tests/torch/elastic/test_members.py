@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 from typing import Any
 
@@ -17,7 +16,6 @@ import pycomm
 from tests.torch.elastic.member import Member, on_members, until_lost
 from tests.torch.harness import alike, all_equal, equal, network, train_step, values
 from tests.torch.pool import on_ranks
-from tests.torch.torchrun import launch
 
 
 def owed(state: Any, ranks: int) -> dict[str, torch.Tensor]:
@@ -306,48 +304,3 @@ def test_two_deaths_at_once_are_both_named(rank, size, store):
     numbers = torch.tensor([1.0 + rank])
     dist.all_reduce(numbers)
     return numbers.tolist()
-
-
-SCRIPT = """
-import os, signal, sys
-import torch, torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-import pycomm
-
-dist.init_process_group("pycomm")
-rank, again = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-torch.manual_seed(0)
-model = DistributedDataParallel(nn.Linear(64, 64))
-state = pycomm.compress(model, "int8")
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-first = 0
-if again:
-    saved = [torch.load(f"saved{r}", weights_only=False) for r in range(dist.get_world_size())]
-    model.module.load_state_dict(saved[0]["model"])
-    state.load_state_dict(*(one["state"] for one in saved))
-    first = state.step
-for step in range(first, 6):
-    if step == 4 and rank == 1 and not again:
-        os.kill(os.getpid(), signal.SIGKILL)
-    torch.manual_seed(100 * step + rank)
-    model(torch.randn(8, 64)).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if step == 2:
-        saved = {"model": model.module.state_dict(), "state": state.state_dict()}
-        torch.save(saved, f"saved{rank}")
-        dist.barrier()
-total = sum(p.detach().double().sum() for p in model.parameters())
-print(f"rank {rank} after {again} restarts: step {state.step}, {total.item():.12f}", flush=True)
-dist.destroy_process_group()
-"""
-
-
-def test_torchrun_restarts_from_a_checkpoint(tmp_path):
-    (tmp_path / "train.py").write_text(SCRIPT)
-    text = launch("--max-restarts", "1", "--monitor-interval", "0.1", "train.py", folder=tmp_path)
-    # Lines are not compared, since the output of two ranks may share a line.
-    ends = sorted(re.findall(r"rank (\d) after (\d) restarts: step (\d+), (-?\d+\.\d{12})", text))
-    assert [end[:3] for end in ends] == [("0", "1", "6"), ("1", "1", "6")], text
-    assert ends[0][3] == ends[1][3]

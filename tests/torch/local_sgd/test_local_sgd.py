@@ -20,7 +20,6 @@ from tests.torch.harness import (
     alike,
     all_equal,
     batch,
-    check_sum,
     equal,
     heard,
     near_zero,
@@ -179,38 +178,6 @@ def test_one_gradient_of_nan_costs_one_round(rank, size, options):
     for state in optimizer.state.values():
         assert all(value.isfinite().all() for value in state.values())
         assert state["step"] > 0
-
-
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("form", "overflows"),
-    [
-        ("blocking", (0,)),
-        ("blocking", (0, 2, 3, 5, 6)),
-        ("fragments", (3,)),
-        ("overlapped fragments", (0, 2, 3, 5, 6)),
-        ("a round later", (0,)),
-    ],
-)
-def test_ranks_that_skip_steps_finish_with_the_others(rank, size, form, overflows):
-    """A GradScaler skips steps of rank 1, which the optimizer's hook does not count."""
-    model = network()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    local = pycomm.LocalSGD(model, every=4, codec="int8", **FORMS[form])
-    optimizer.register_step_post_hook(lambda *_: local.step())
-    for step in range(9):
-        x, y = batch(rank, step)
-        loss = nn.functional.cross_entropy(model(x), y)
-        scaler.scale(loss * float("inf" if rank == 1 and step in overflows else 1)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-    local.finish()
-    assert local.local_steps == 0
-    assert local.skipped == 0
-    assert alike(*values(model))
-    check_sum()
 
 
 @on_ranks(3)
