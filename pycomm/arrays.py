@@ -181,21 +181,18 @@ def check_part(
     list_dtype: _C.DType,
     numel: int,
     dtype: _C.DType,
-    timeout: float,
-    redop: _C.ReduceOp = _C.ReduceOp.sum,
 ) -> None:
     """Raise Error if an array does not match this rank's part of a list in dtype and size.
 
     If the parts are equal, a mismatch shows on every rank or on none. If they differ, one rank may
-    find a mismatch and the others none, and they would wait for it: so all ranks compare their
-    sizes before anything is sent, and all of them raise.
+    find a mismatch and the others none: it ends the group, so that they do not wait for it.
     """
     sizes = [size for _, size in listed]
     if list_dtype != dtype:
         raise Error(f"{what}: the list is {list_dtype.name}, the array {dtype.name}: convert one")
-    if len(set(sizes)) > 1:
-        core.compare_sizes(what, numel, sizes, dtype, redop, timeout)
-    elif numel != sizes[core.rank]:
+    if numel != sizes[core.rank]:
+        if len(set(sizes)) > 1:
+            core.abort(f"its {what} has {numel} elements for a part of {sizes[core.rank]}")
         raise Error(
             f"{what}: on rank {core.rank} its part of the list has {sizes[core.rank]} elements and "
             f"the array has {numel}: give both the same size"

@@ -60,8 +60,8 @@ class Communicator:
         options: ``group``, a unique name among the groups of this store; ``timeout``, the seconds
             that the rendezvous, and by default every operation, may take; ``parent_ranks``, the
             ranks' numbers in ``parent`` if they differ; and the options of the table in
-            docs/api/backend.md by name, such as ``transport="tcp"``; ``transport="local"`` is for
-            ranks that are threads. Those that are not given, or None, come from the environment.
+            docs/api/backend.md by name, such as ``transport="tcp"``. Those that are not given, or
+            None, come from the environment.
 
     Raises:
         TypeError: there is no option of that name, or its value has another type.
@@ -365,7 +365,7 @@ class Communicator:
         if isinstance(input, list | tuple):
             sources, dtype = parts("reduce_scatter: input", input, self.size, False)
             target, numel, out_dtype = span(out, True)
-            check_part(self.core, "reduce_scatter", sources, dtype, numel, out_dtype, timeout, how)
+            check_part(self.core, "reduce_scatter", sources, dtype, numel, out_dtype)
             source: int | _C.Parts = _C.Parts(sources)
         else:
             source, target, numel, dtype = pair(input, out, "reduce_scatter", self.size, 1)
@@ -380,7 +380,7 @@ class Communicator:
         if isinstance(out, list | tuple):
             targets, dtype = parts("all_gather: out", out, self.size, True)
             source, numel, in_dtype = span(input, False)
-            check_part(self.core, "all_gather", targets, dtype, numel, in_dtype, timeout)
+            check_part(self.core, "all_gather", targets, dtype, numel, in_dtype)
             target: int | _C.Parts = _C.Parts(targets)
         else:
             source, target, numel, dtype = pair(input, out, "all_gather", 1, self.size)

@@ -31,11 +31,10 @@ Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
                 std::to_string(options.timeout.count()) +
                 " ms; give one that is more than 0, in which all ranks can join");
   }
-  constexpr const char* kTransports[] = {"auto", "shm", "tcp", "local"};
+  constexpr const char* kTransports[] = {"auto", "shm", "tcp"};
   if (std::find(std::begin(kTransports), std::end(kTransports), options.transport) ==
       std::end(kTransports)) {
-    throw Error("unknown transport \"" + options.transport +
-                "\"; use one of auto, shm, tcp, local");
+    throw Error("unknown transport \"" + options.transport + "\"; use one of auto, shm, tcp");
   }
   return make_rendezvous(std::move(store), options.group, rank, size, options.secret,
                          options.timeout);
@@ -270,22 +269,6 @@ std::string Communicator::describe_ranks() const {
 }
 bool Communicator::lost(int rank) const { return impl_->mesh().lost(rank); }
 
-std::string Communicator::explain(Op op, size_t bytes, const CodedArgs* coded) const {
-  if (size() == 1) return "nothing travels: the group has one rank";
-  if (!coded && impl_->window()) return "window: all ranks share memory";
-  const auto [topology, links] = impl_->mesh().known_network();
-  if (goes_by_levels(topology, impl_->algo()) && !(coded && op != Op::all_reduce)) {
-    return std::string("hierarchical: ranks of a node share memory") +
-           (coded ? ", and nodes exchange payloads" : "");
-  }
-  if (!coded) {
-    return pycomm::explain({op, size(), bytes, impl_->mesh().slowest(), links.speed()},
-                           impl_->algo());
-  }
-  if (op != Op::all_reduce) return "one_shot, its only algorithm";
-  return coded::explain(*coded, impl_->algo(), size(), links.speed());
-}
-
 bool Communicator::uses_network() const { return impl_->mesh().slowest() == Medium::tcp; }
 std::shared_ptr<SharedHeap> Communicator::heap() const { return impl_->mesh().heap(); }
 
@@ -345,36 +328,6 @@ bool Communicator::run_coded(Op op, const CodedArgs& args, void* out, Millisecon
     finite = coded::run(context, op, impl_->algo(), args, out);
   });
   return finite;
-}
-
-void Communicator::compare_sizes(Op op, size_t own, const std::vector<size_t>& parts, DType dtype,
-                                 ReduceOp redop, Milliseconds timeout) {
-  const CallCheck check = impl_->check(op);
-  if (parts.size() != static_cast<size_t>(size())) {
-    check.fail("needs one part per rank, " + std::to_string(size()) + ", and got " +
-               std::to_string(parts.size()));
-  }
-  check.dtype(dtype);
-  // Ranks whose lists differ read about the call that they made, so this one is named after it; its
-  // messages are whole elements of every dtype.
-  struct alignas(16) Message {
-    uint64_t own = 0;
-  };
-  const Message mine{own};
-  std::vector<Message> theirs(parts.size());
-  const size_t numel = sizeof mine / size_of(dtype);
-  Collective call{Op::all_gather, dtype, {&mine, numel}, {theirs.data(), numel}};
-  call = call.checked(rank(), size());
-  OpTag tag = make_tag(op, std::accumulate(parts.begin(), parts.end(), size_t{0}), dtype, redop);
-  add_sizes(tag, parts);
-  impl_->collective(tag, timeout,
-                    [&](const dispatch::Route& route) { dispatch::run(route, call); });
-  for (int r = 0; r < size(); r++) {
-    if (theirs[r].own == parts[r]) continue;
-    check.fail("has a part of " + std::to_string(parts[r]) + " elements for rank " +
-               std::to_string(r) + " in its list, but rank " + std::to_string(r) + " brings " +
-               std::to_string(theirs[r].own));
-  }
 }
 
 // ------------------------------------------------------------------ point to point

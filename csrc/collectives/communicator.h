@@ -45,10 +45,7 @@ class PYCOMM_API Communicator final : public ParentGroup {
   std::vector<uint32_t> shares() const;
   /// Human-readable summary, such as "2 ranks: shm to 1".
   std::string describe() const;
-  /// Returns which algorithm a collective takes now, and why, in words. `bytes`: of the longest
-  /// buffer of a rank; `coded`: what it encodes, without data; null: nothing.
-  std::string explain(Op op, size_t bytes, const CodedArgs* coded = nullptr) const;
-  /// Names of its transports: "shm", "tcp", both, "local", or none in a group of one rank.
+  /// Names of its transports: "shm", "tcp", both, or none in a group of one rank.
   std::vector<std::string> transports() const;
   /// Bytes that this rank has handed to TCP, and to any transport, since the start.
   uint64_t wire_bytes() const;
@@ -80,13 +77,6 @@ class PYCOMM_API Communicator final : public ParentGroup {
   /// our row of the data. An all_gather, its second half: row r of `out` gets what rank r has
   /// encoded of its row, `args.data`, also on rank r itself; that may be our row of `out`.
   bool run_coded(Op op, const CodedArgs& args, void* out = nullptr, Milliseconds timeout = {});
-
-  /// Throws on every rank if one of them passes `own` elements to an op whose list of part sizes,
-  /// equal on all ranks, expects another number. It runs before an all_gather or reduce_scatter of
-  /// parts that differ: only the rank itself sees that its part is wrong, and the others would wait
-  /// for it. The group stays usable. All ranks call it together.
-  void compare_sizes(Op op, size_t own, const std::vector<size_t>& parts, DType dtype,
-                     ReduceOp redop, Milliseconds timeout = {});
 
   // Point to point. Messages are matched by (peer, tag) in order of posting, on a lane of its own.
 

@@ -206,15 +206,6 @@ void bind_communicator(py::module_& m) {
           "timeout", [](const Self& c) { return c.timeout().count() / 1e3; },
           [](Self& c, double seconds) { c.set_timeout(milliseconds(seconds)); })
       .def("describe", &Self::describe)
-      .def(
-          "explain",
-          [](const Self& c, std::string_view op, size_t bytes, const Pieces* pieces, DType dtype) {
-            if (!pieces) return c.explain(op_named(op), bytes);
-            const CodedArgs args = pieces->args(op_named(op), 1, 0, dtype);
-            return c.explain(op_named(op), bytes, &args);
-          },
-          py::arg("op"), py::arg("bytes"), py::arg("pieces") = py::none(),
-          py::arg("dtype") = DType::float32)
       .def_property_readonly("transports", &Self::transports)
       .def_property_readonly("levels", &Self::levels)
       .def_property_readonly("shares", &Self::shares)
@@ -244,15 +235,6 @@ void bind_communicator(py::module_& m) {
           py::arg("op"), py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(),
           py::arg("average") = true, py::arg("seed") = 0, py::arg("step") = 0,
           py::arg("dtype") = DType::float32, py::arg("timeout") = 0.0)
-      .def(
-          "compare_sizes",
-          [](Self& c, std::string_view op, size_t own, const std::vector<size_t>& parts,
-             DType dtype, ReduceOp redop, double timeout) {
-            const Release release;
-            c.compare_sizes(op_named(op), own, parts, dtype, redop, milliseconds(timeout));
-          },
-          py::arg("op"), py::arg("own"), py::arg("parts"), py::arg("dtype"), py::arg("redop"),
-          py::arg("timeout") = 0.0)
       .def(
           "send",
           [](const std::shared_ptr<Self>& c, uintptr_t data, size_t bytes, int dst, int tag,

@@ -122,24 +122,6 @@ struct Arguments {
     for (const at::Tensor& t : list) same_dtype(call, t, like);
     return list;
   }
-  /// Checks that this rank's tensor of a list has the size of the other tensor.
-  void own_part(const Call& call, const Tensors& list, const at::Tensor& other,
-                const char* role) const {
-    if (list[rank].numel() != other.numel())
-      fail(call, "part " + std::to_string(rank) + " of the " + role + " list has " +
-                     std::to_string(list[rank].numel()) + " values, the other tensor " +
-                     std::to_string(other.numel()));
-  }
-  /// Does the same where all ranks pass a list: one of equal sizes is wrong on every rank or on
-  /// none. A list of other sizes may be wrong on a rank that then raises, and right on others that
-  /// would wait for it: returns true if ranks have to compare theirs before anything is sent.
-  bool must_compare(const Call& call, const Tensors& list, const at::Tensor& other,
-                    const char* role) const {
-    if (!equal(list)) return true;
-    own_part(call, list, other, role);
-    return false;
-  }
-
   /// Returns a collective without its buffers that reduces tensors like t.
   Collective reducing(const Call& call, Op op, const at::Tensor& t, const c10d::ReduceOp& redop,
                       int root = -1) const {
@@ -190,12 +172,6 @@ struct Arguments {
   }
   static bool equal(const std::vector<size_t>& numels) {
     return std::all_of(numels.begin(), numels.end(), [&](size_t n) { return n == numels[0]; });
-  }
-  /// Checks that this rank's part for itself has the same size in the input and the output.
-  void own_part(const Call& call, size_t in, size_t out) const {
-    if (in != out)
-      fail(call, "the part for this rank itself has " + std::to_string(in) +
-                     " values in the input and " + std::to_string(out) + " in the output");
   }
 
   /// Checks that each of `whole` has as many values as its `part` has on all ranks together.

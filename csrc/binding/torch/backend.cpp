@@ -34,7 +34,7 @@ Backend::Backend(const std::shared_ptr<TorchStore>& store, int rank, int size,
     communicator.parent_ranks = parent.ranks;
   }
   open_ = std::make_shared<OpenGroup>(
-      std::make_shared<Engine>(store, rank, size, communicator, options_->device, hooks_));
+      std::make_shared<Engine>(store, rank, size, communicator, options_->device));
 }
 
 CommunicatorOptions Backend::communicator_options() const {
@@ -119,16 +119,6 @@ intrusive_ptr<Backend> Backend::make(const intrusive_ptr<c10d::Store>& store, in
 
 namespace {
 
-/// Makes the comparison for Arguments::must_compare(). Among devices the call has checked this
-/// rank's part alone.
-void compare_sizes(Communicator& comm, const Collective& how, const at::Tensor& own,
-                   const Tensors& parts, Milliseconds timeout) {
-  comm.compare_sizes(how.op, Elements(own).count(own), FlatList(parts).numels(), how.dtype,
-                     how.redop, timeout);
-}
-void compare_sizes(PeerRoute&, const Collective&, const at::Tensor&, const Tensors&, Milliseconds) {
-}
-
 /// Returns a collective without its buffers that moves tensors like t.
 Collective moving(Op op, const at::Tensor& t, int root = -1) {
   Collective how{op, Elements(t).dtype};
@@ -184,12 +174,15 @@ void run_in_place(Comm& comm, Collective how, const at::Tensor& tensor, Millisec
 
 // Lists that all ranks pass, and whose parts have one size, are wrong on all of them or on none.
 // Other ranks cannot check a root's list, or parts that differ, and to compare them first would
-// cost an all_to_all a round trip.
-void Backend::end_others(const Call& call, int64_t in, int64_t out) const {
-  if (in == out || size_ == 1) return;
-  engine()->abort(std::string("refused its ") + call.name + ", whose part for itself has " +
-                  std::to_string(in) + " values in the input and " + std::to_string(out) +
-                  " in the output");
+// cost a round trip.
+void Backend::check_own_part(const Call& call, bool all_see, int64_t in, int64_t out) const {
+  if (in == out) return;
+  const std::string sizes =
+      std::to_string(in) + " values in the input and " + std::to_string(out) + " in the output";
+  if (!all_see && size_ > 1)
+    engine()->abort(std::string("refused its ") + call.name + ", whose part for itself has " +
+                    sizes);
+  arguments_.fail(call, "the part for this rank itself has " + sizes);
 }
 
 // ------------------------------------------------------------------ one to all
@@ -214,8 +207,7 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
   Tensors parts;
   if (root == rank_) {
     parts = arguments_.one_per_rank(call, inputs, given);
-    end_others(call, parts[rank_].numel(), given.numel());
-    arguments_.own_part(call, parts, given, "input");
+    check_own_part(call, false, parts[rank_].numel(), given.numel());
   }
   return issue_lists(call, moving(Op::scatter, given, root), parts, outputs);
 }
@@ -243,8 +235,7 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
   Tensors parts;
   if (root == rank_) {
     parts = arguments_.one_per_rank(call, outputs, given);
-    end_others(call, given.numel(), parts[rank_].numel());
-    arguments_.own_part(call, parts, given, "output");
+    check_own_part(call, false, given.numel(), parts[rank_].numel());
     arguments_.check_written(call, parts);
   }
   return issue_lists(call, moving(Op::gather, given, root), inputs, parts);
@@ -314,15 +305,8 @@ WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
   const at::Tensor& given = arguments_.only(call, inputs);
   const Tensors list = arguments_.one_per_rank(call, outputs, given);
   arguments_.check_written(call, list);
-  const bool compare = arguments_.must_compare(call, list, given, "output");
-  const Collective how = moving(Op::all_gather, given);
-  Staging staging(*this, call);
-  const at::Tensor input = staging.in(given);
-  if (staging.peers()) arguments_.own_part(call, list, given, "output");
-  return issue(call, list, staging, [=, parts = staging.out(list)](auto& comm) {
-    if (compare) compare_sizes(comm, how, input, parts, call.timeout);
-    run_lists(comm, how, {input}, parts, call.timeout);
-  });
+  check_own_part(call, Arguments::equal(list), given.numel(), list[rank_].numel());
+  return issue_lists(call, moving(Op::all_gather, given), inputs, list);
 }
 
 WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
@@ -343,23 +327,18 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
     for (size_t i = 0; i < inputs.size(); i++) parts[i].push_back(of_rank[i]);
     all.insert(all.end(), of_rank.begin(), of_rank.end());
   }
-  std::vector<size_t> compared;
   arguments_.check_written(call, all);
   for (size_t i = 0; i < inputs.size(); i++) {
     arguments_.check(call, inputs[i]);
     arguments_.one_per_rank(call, {parts[i]}, inputs[i]);
-    if (arguments_.must_compare(call, parts[i], inputs[i], "output")) compared.push_back(i);
+    check_own_part(call, Arguments::equal(parts[i]), inputs[i].numel(), parts[i][rank_].numel());
   }
   Staging staging(*this, call);
   const Tensors hosts = staging.in(inputs);
-  for (size_t i = 0; staging.peers() && i < inputs.size(); i++)
-    arguments_.own_part(call, parts[i], inputs[i], "output");
   for (Tensors& of_tensor : parts) of_tensor = staging.out(of_tensor);
   return issue(call, all, staging, [=, inputs = hosts](auto& comm) {
-    const auto how = [&](size_t i) { return moving(Op::all_gather, inputs[i]); };
-    for (const size_t i : compared) compare_sizes(comm, how(i), inputs[i], parts[i], call.timeout);
     for (size_t i = 0; i < inputs.size(); i++)
-      run_lists(comm, how(i), {inputs[i]}, parts[i], call.timeout);
+      run_lists(comm, moving(Op::all_gather, inputs[i]), {inputs[i]}, parts[i], call.timeout);
   });
 }
 
@@ -381,14 +360,8 @@ WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
   const at::Tensor& given = arguments_.only_written(call, outputs);
   const Tensors list = arguments_.one_per_rank(call, inputs, given);
   const Collective how = arguments_.reducing(call, Op::reduce_scatter, given, opts.reduceOp);
-  const bool compare = arguments_.must_compare(call, list, given, "input");
-  Staging staging(*this, call);
-  const at::Tensor output = staging.out(given);
-  if (staging.peers()) arguments_.own_part(call, list, given, "input");
-  return issue(call, outputs, staging, [=, parts = staging.in(list)](auto& comm) {
-    if (compare) compare_sizes(comm, how, output, parts, call.timeout);
-    run_lists(comm, how, parts, {output}, call.timeout);
-  });
+  check_own_part(call, Arguments::equal(list), list[rank_].numel(), given.numel());
+  return issue_lists(call, how, list, outputs);
 }
 
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
@@ -413,9 +386,8 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
   arguments_.same_dtype(call, input, output);
   const std::vector<size_t> send = arguments_.rows(call, input, input_splits, "input");
   const std::vector<size_t> recv = arguments_.rows(call, output, output_splits, "output");
-  if (!Arguments::equal(send) || !Arguments::equal(recv))
-    end_others(call, static_cast<int64_t>(send[rank_]), static_cast<int64_t>(recv[rank_]));
-  arguments_.own_part(call, send[rank_], recv[rank_]);
+  check_own_part(call, Arguments::equal(send) && Arguments::equal(recv),
+                 static_cast<int64_t>(send[rank_]), static_cast<int64_t>(recv[rank_]));
   Staging staging(*this, call);
   const at::Tensor from = staging.in(input), to = staging.out(output);
   return issue(call, {output}, staging, [=](auto& comm) {
@@ -434,10 +406,8 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
   arguments_.check_written(call, outputs);
   arguments_.one_per_rank(call, {outputs}, outputs[0]);
   arguments_.one_per_rank(call, {inputs}, outputs[0]);
-  if (!Arguments::equal(inputs) || !Arguments::equal(outputs))
-    end_others(call, inputs[rank_].numel(), outputs[rank_].numel());
-  arguments_.own_part(call, static_cast<size_t>(inputs[rank_].numel()),
-                      static_cast<size_t>(outputs[rank_].numel()));
+  check_own_part(call, Arguments::equal(inputs) && Arguments::equal(outputs), inputs[rank_].numel(),
+                 outputs[rank_].numel());
   return issue_lists(call, moving(Op::all_to_all, outputs[0]), inputs, outputs);
 }
 
@@ -572,12 +542,12 @@ struct CodedCall {
   Op op;
   at::Tensor output, input;
   std::shared_ptr<const Layout> layout;
+  std::vector<Piece> pieces;
   CodedStep step;
 
   /// Calls run(args, address of the result).
   template <typename Run>
   void with_args(const Run& run) const {
-    const std::vector<Piece> pieces = layout->pieces(step.sides);
     CodedArgs args;
     args.pieces = {pieces.data(), pieces.size()};
     args.average = step.average;
@@ -627,14 +597,15 @@ intrusive_ptr<Work> Backend::compressed(Op op, const at::Tensor& output, const a
   if (scatters && layout->rows() != ranks)
     arguments_.fail(call, "the layout has residuals of " + std::to_string(layout->rows()) +
                               " rows; make it as Layout(" + std::to_string(ranks) + ")");
-  if (step.sides.size() != layout->size())
-    arguments_.fail(call, "sides are given for " + std::to_string(step.sides.size()) +
-                              " parameters, but the layout has " + std::to_string(layout->size()));
   arguments_.check_written(call, output);
-  for (const auto& [old, fresh] : step.sides)
-    if (old > 1 || fresh > 1) arguments_.fail(call, "sides must be 0 or 1");
+  std::vector<Piece> pieces;
+  try {
+    pieces = layout->of(step.sides);
+  } catch (const Error& error) {
+    arguments_.fail(call, error.what());
+  }
   const auto engine = this->engine();
-  const CodedCall coded_call{op, output, input, layout, step};
+  const CodedCall coded_call{op, output, input, layout, std::move(pieces), step};
   if (!output.is_cpu()) {
     const auto route = engine->peers(output.device())
                            ? engine->peers(output.device(), PeerRoute::Kind::coded)
@@ -646,7 +617,7 @@ intrusive_ptr<Work> Backend::compressed(Op op, const at::Tensor& output, const a
     const at::Tensor found_inf =
         at::zeros({1}, at::TensorOptions(at::kFloat).device(output.device()));
     Tensors used = {output, input, found_inf};
-    layout->list_residuals(used);
+    used.insert(used.end(), layout->residuals().begin(), layout->residuals().end());
     auto work = engine->submit(call, {output}, route, used, [&](PeerRoute& peers) {
       code_among_peers(coded_call, peers, found_inf);
     });
@@ -936,7 +907,7 @@ void Backend::form(tcp::GroupFormation& formation, int64_t uuid, CommunicatorOpt
   communicator.group = group_ + "/members " + std::to_string(uuid);
   communicator.timeout = limit;
   communicator.interrupt = [&] { formation.check_members(); };
-  auto engine = std::make_shared<Engine>(store, rank, size, communicator, options_->device, hooks_);
+  auto engine = std::make_shared<Engine>(store, rank, size, communicator, options_->device);
   engine->set_timeout(unwrapped(options_->timeout));
   if (!open_->replace(std::move(engine))) raise_not_open();
   ++formed_;

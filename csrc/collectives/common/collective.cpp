@@ -119,20 +119,14 @@ OpTag Collective::tag(int ranks) const {
     return make_tag(op, numel(0), dtype, redop);
   }
   OpTag tag = make_tag(op, has_in_parts() ? in.total(ranks) : out.total(ranks), dtype, redop);
-  std::vector<size_t> sizes;
-  for (int r = 0; r < ranks; r++) sizes.push_back(numel(r));
-  add_sizes(tag, sizes);
-  return tag;
-}
-
-void add_sizes(OpTag& tag, const std::vector<size_t>& sizes) {
   std::string label = "parts of ";
-  for (size_t r = 0; r < sizes.size(); r++) {
-    const uint64_t numel = sizes[r];
-    tag.codec = crc32c({reinterpret_cast<const uint8_t*>(&numel), sizeof numel}, tag.codec);
-    label += (r == 0 ? "" : ",") + std::to_string(numel);
+  for (int r = 0; r < ranks; r++) {
+    const uint64_t size = numel(r);
+    tag.codec = crc32c({reinterpret_cast<const uint8_t*>(&size), sizeof size}, tag.codec);
+    label += (r == 0 ? "" : ",") + std::to_string(size);
   }
   label.copy(tag.label, sizeof tag.label - 1);
+  return tag;
 }
 
 }  // namespace pycomm

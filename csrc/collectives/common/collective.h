@@ -57,9 +57,6 @@ struct PYCOMM_API Collective {
   OpTag tag(int ranks) const;
 };
 
-/// Hashes sizes into the tag of a call, and tells them to people.
-void add_sizes(OpTag& tag, const std::vector<size_t>& sizes);
-
 /// The checks of the arguments of one rank: errors name the rank, the op and the problem.
 class CallCheck {
  public:

@@ -50,47 +50,15 @@ def test_negative_split_sizes_are_refused(rank, size):
     check_sum()
 
 
-@on_ranks(2, timeout=30)
-def test_a_list_that_is_wrong_for_one_rank_raises_on_all(rank, size):
-    """Calls are equal on both ranks, but wrong on only one of them."""
-    native: Any = backend.find()
-
-    def zeros(*numels: int) -> list[torch.Tensor]:
-        return [torch.zeros(numel) for numel in numels]
-
-    for name, call in (
-        ("all_gather", lambda: dist.all_gather(zeros(1, 2), torch.ones(1))),
-        ("all_gather", lambda: dist.all_gather(zeros(3, 2), torch.ones(2))),
-        ("all_gather", lambda: dist.all_gather(zeros(0, 1), torch.ones(1))),
-        ("reduce_scatter", lambda: dist.reduce_scatter(torch.zeros(4), zeros(4, 5))),
-        (
-            "all_gather",
-            lambda: native.allgather_coalesced(
-                [zeros(1, 2), zeros(1, 3)], [torch.ones(1), torch.ones(2)]
-            ).wait(),
-        ),
-    ):
-        with pytest.raises(pycomm.Error, match=r"has a part of \d elements for rank") as caught:
-            call()
-        assert name in str(caught.value)
-        assert not isinstance(caught.value, pycomm.Timeout)
-        check_sum()
-    # The error may also come later, outside of the call.
-    work = dist.all_gather(zeros(1, 2), torch.ones(1), async_op=True)
-    with pytest.raises(pycomm.Error, match="rank 1 brings 1"):
-        work.wait()
-    check_sum()
-
-
 @on_ranks(2)
 def test_a_list_wrong_on_every_rank_raises(rank, size):
     zeros = [torch.zeros(3) for _ in range(size)]
     for asynchronous in (False, True):
-        with pytest.raises(pycomm.Error, match=r"all_gather: part . of the output list has 3"):
+        with pytest.raises(pycomm.Error, match=r"all_gather: the part for .* itself has 2"):
             dist.all_gather(zeros, torch.ones(2), async_op=asynchronous)
-        with pytest.raises(pycomm.Error, match=r"reduce_scatter: part . of the input list has 2"):
+        with pytest.raises(pycomm.Error, match=r"reduce_scatter: the part for .* itself has 2"):
             dist.reduce_scatter(torch.ones(3), [torch.ones(2)] * 2, async_op=asynchronous)
-        with pytest.raises(pycomm.Error, match="all_to_all: the part for this rank itself has 2"):
+        with pytest.raises(pycomm.Error, match=r"all_to_all: the part for .* itself has 2"):
             dist.all_to_all(zeros, [torch.ones(2)] * 2, async_op=asynchronous)
     check_sum()
 
@@ -102,14 +70,18 @@ def of_rank_0(texts: list[str]) -> None:
         assert f"rank 0 refused its {name}, whose part for itself has " in text
 
 
+OF_PARTS = ["all_to_all_single", "all_to_all", "gather", "scatter", "all_gather", "reduce_scatter"]
+
+
 @on_ranks(3, then=of_rank_0, timeout=60, deadline=180)
-@pytest.mark.parametrize("name", ["all_to_all_single", "all_to_all", "gather", "scatter"])
+@pytest.mark.parametrize("name", OF_PARTS)
 def test_a_part_wrong_for_one_rank_fails_on_all(rank, size, name):
     """A call is wrong on the first rank, and right on the others."""
     first, x = rank == 0, torch.ones(5)
     out, one = torch.zeros(6), [1] * size
     splits = [2, *one[1:]] if first else one
     right, list_ = [[torch.zeros(n) for n in numels] for numels in (one, splits)]
+    uneven = [torch.zeros(n) for n in (2, 1, 1)]  # on all ranks
 
     def call() -> None:
         if name == "all_to_all_single":
@@ -118,6 +90,10 @@ def test_a_part_wrong_for_one_rank_fails_on_all(rank, size, name):
             dist.all_to_all(list_, right)
         elif name == "gather":
             dist.gather(x[:1], list_ if first else None, dst=0)
+        elif name == "all_gather":
+            dist.all_gather(uneven, x[:1])
+        elif name == "reduce_scatter":
+            dist.reduce_scatter(out[:1], uneven)
         else:
             dist.scatter(out[:1], list_ if first else None, src=0)
         dist.barrier()  # a gather may have ended where it has only sent
@@ -361,12 +337,10 @@ def test_lists_that_do_not_fit_are_refused(rank, size):
 @on_ranks(2)
 def test_layouts_that_no_memory_holds_are_refused(rank, size):
     layout = load_c10d().Layout()
-    for offset, numel in ((0, 2**62), (2**63, 5), (2**61, 2**61), (2**64 - 4, 8)):
+    layout.add(64, "quant:bits=8", 0)
+    for numel in (2**62, 2**61 - 60, 2**64 - 4):
         with pytest.raises(pycomm.Error, match="no memory holds"):
-            layout.add(offset, numel, "quant:bits=8", 0)
-    layout.add(0, 64, "quant:bits=8", 0)
-    with pytest.raises(pycomm.Error, match="begins at 60, but the one before it ends at 64"):
-        layout.add(60, 64, "quant:bits=8", 1)
+            layout.add(numel, "quant:bits=8", 0)
     native: Any = backend.find()
     with pytest.raises(pycomm.Error, match="share one place in memory"):
         native.compressed_all_reduce(torch.ones(1).expand(64), layout, [(0, 0)], 1, 1)
