@@ -52,6 +52,14 @@ class Core(BackendCalls):
         call = op.name, source, target, case.count, case.core_dtype, how, op.root
         return partial(self.communicator.run, *call)
 
+    def explain(self, case: Case, codec: str = "none") -> str:
+        """Return which algorithm runs a case, and why."""
+        pieces = None
+        if codec != "none":
+            pieces = _C.Pieces()
+            pieces.add(case.count, _C.Codec(codec))
+        return self.communicator.explain(case.op.name, case.size, pieces, case.core_dtype)
+
     def sent_bytes(self) -> int:
         return self.communicator.sent_bytes()
 

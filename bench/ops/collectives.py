@@ -57,11 +57,16 @@ def rank_main(options: argparse.Namespace, rank: int, ranks: int) -> int:
         from pycomm.bench.common import accelerator  # needs torch
 
         device = accelerator.describe()
-    report = Report(columns(options), options, quiet=rank != 0, device=device)
+    shown = [] if options.explain else columns(options)
+    report = Report(shown, options, quiet=rank != 0, device=device)
     origin = report.origin
     connections = [f"{b.name}: {b.describe()}" for b in member.backends]
     where = f"{origin.device}, {origin.cores} cores, commit {origin.commit or 'unknown'}"
     report.header(f"{options.op}, {ranks} ranks on {where}", *connections)
+    if options.explain:
+        member.explain(report)
+        member.close()
+        return 0
     right = member.run(report)
     if rank == 0 and not right:
         print("WRONG: the column #wrong counts elements with a wrong value", file=sys.stderr)
@@ -111,6 +116,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--backend", type=kind, metavar="NAME,...", help=what)
     what = "none,int8,topk:0.01 and so on; each is a row of every backend of ours (none)"
     add("--codec", type=arguments.codecs, default="none", metavar="CODEC,...", help=what)
+    what = "print which algorithm of pycomm each size takes, and why, and measure nothing"
+    add("--explain", action="store_true", help=what)
     arguments.add_csv(parser)
     options = parser.parse(argv)
     known: Sequence[str] = backends.ON_DEVICE if options.device == "cuda" else backends.NAMES
@@ -122,6 +129,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options.dtypes = list(dict.fromkeys(ALIASES.get(name, name) for name in options.dtypes))
     if options.ranks < 1:
         parser.error("-p 0 starts nothing: want at least 1")
+    if options.explain and not any(
+        name.partition(":")[0] in backends.CORE for name in options.backend
+    ):
+        parser.error(f"--explain is for {', '.join(backends.CORE)}: add one to --backend")
     if options.codec != ["none"]:
         _check_codecs(parser, options)
     return options

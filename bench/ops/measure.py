@@ -112,6 +112,21 @@ class Rank:
                 right = right and not row.wrong
         return right
 
+    def explain(self, report: Report) -> None:
+        """Print which algorithm each case takes, and why; ranks far from each other measure their
+        links in their first call."""
+        cores = [backend for backend in self.backends if isinstance(backend, backends.Core)]
+        for backend in cores:
+            x = np.zeros(1)
+            at = x.ctypes.data
+            backend.communicator.run("all_reduce", at, at, 1, _C.DType.float64)
+        for (_, case), backend, codec in itertools.product(self.cases(), cores, self.options.codec):
+            if case is not None:
+                name = " ".join([harness.format_size(case.size), case.dtype, backend.name, codec])
+                report.note(
+                    f"{name.removesuffix(' none')}: {backend.explain(case, self.specs[codec])}"
+                )
+
     def measure(self, case: Case, report: Report) -> list[Row]:
         variants = self.variants(case, report)
         if not variants:

@@ -269,6 +269,22 @@ std::string Communicator::describe_ranks() const {
 }
 bool Communicator::lost(int rank) const { return impl_->mesh().lost(rank); }
 
+std::string Communicator::explain(Op op, size_t bytes, const CodedArgs* coded) const {
+  if (size() == 1) return "nothing travels: the group has one rank";
+  if (!coded && impl_->window()) return "window: all ranks share memory";
+  const auto [topology, links] = impl_->mesh().known_network();
+  if (goes_by_levels(topology, impl_->algo()) && !(coded && op != Op::all_reduce)) {
+    return std::string("hierarchical: ranks of a node share memory") +
+           (coded ? ", and nodes exchange payloads" : "");
+  }
+  if (!coded) {
+    return pycomm::explain({op, size(), bytes, impl_->mesh().slowest(), links.speed()},
+                           impl_->algo());
+  }
+  if (op != Op::all_reduce) return "one_shot, its only algorithm";
+  return coded::explain(*coded, impl_->algo(), size(), links.speed());
+}
+
 bool Communicator::uses_network() const { return impl_->mesh().slowest() == Medium::tcp; }
 std::shared_ptr<SharedHeap> Communicator::heap() const { return impl_->mesh().heap(); }
 

@@ -290,6 +290,44 @@ def test_arrival_does_not_matter(way):
         assert results == [mean] * 6
 
 
+def explained_and_taken(c):
+    """Return, for each call, the algorithm that is explained and the one that the trace shows."""
+    found, n = [], c.size
+    for numel in (1, 1000, 300_000):
+        x, whole = np.zeros(numel, np.float32), np.zeros(n * numel, np.float32)
+        pieces = _C.Pieces()
+        pieces.add(numel, _C.Codec("int8"))
+        calls = {
+            "all_reduce": (x.nbytes, lambda x=x: c.all_reduce(x)),
+            "reduce_scatter": (whole.nbytes, lambda x=x, whole=whole: c.reduce_scatter(whole, x)),
+            "all_gather": (whole.nbytes, lambda x=x, whole=whole: c.all_gather(x, whole)),
+            "broadcast": (x.nbytes, lambda x=x: c.broadcast(x, 0)),
+            "reduce": (x.nbytes, lambda x=x: c.reduce(x, np.empty_like(x), root=0)),
+            "barrier": (0, c.barrier),
+            "coded": (
+                x.nbytes,
+                lambda x=x, pieces=pieces: c.core.run_coded("all_reduce", x.ctypes.data, 0, pieces),
+            ),
+        }
+        for op, (size, call) in calls.items():
+            coded = pieces if op == "coded" else None
+            text = c.core.explain("all_reduce" if coded else op, size, coded)
+            call()
+            found.append((op, numel, text, c.core.trace()["records"][-1]["algo"]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"algo": "flat"}, {"algo": "ring"}, {"algo": "one_shot"}, {"nodes": [0, 0, 1, 1]}],
+    ids=str,
+)
+def test_what_explain_says_is_what_is_taken(options):
+    for found in run(4, explained_and_taken, transport="shm", **options):
+        for op, numel, text, taken in found:
+            assert text.split()[0].rstrip(":,") == taken, (op, numel, text, taken)
+
+
 # -------------------------------------------------------------------------------------- premul_sum
 # Every rank's data times that rank's own factor. Data are scaled before an algorithm is chosen
 # (contribution.h), so there is one of each kind.

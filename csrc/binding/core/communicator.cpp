@@ -206,6 +206,15 @@ void bind_communicator(py::module_& m) {
           "timeout", [](const Self& c) { return c.timeout().count() / 1e3; },
           [](Self& c, double seconds) { c.set_timeout(milliseconds(seconds)); })
       .def("describe", &Self::describe)
+      .def(
+          "explain",
+          [](const Self& c, std::string_view op, size_t bytes, const Pieces* pieces, DType dtype) {
+            if (!pieces) return c.explain(op_named(op), bytes);
+            const CodedArgs args = pieces->args(op_named(op), 1, 0, dtype);
+            return c.explain(op_named(op), bytes, &args);
+          },
+          py::arg("op"), py::arg("bytes"), py::arg("pieces") = py::none(),
+          py::arg("dtype") = DType::float32)
       .def_property_readonly("transports", &Self::transports)
       .def_property_readonly("levels", &Self::levels)
       .def_property_readonly("shares", &Self::shares)

@@ -21,4 +21,7 @@ PYCOMM_API ShotCosts shot_costs(size_t values, size_t payload, int ranks, const 
 bool goes_in_one_shot(const CodedArgs& args, const PieceRuns& values, Algo wanted, int ranks,
                       const Speed& speed);
 
+/// Returns what goes_in_one_shot() decides about all values, and why, in words.
+std::string explain(const CodedArgs& args, Algo wanted, int ranks, const Speed& speed);
+
 }  // namespace pycomm::coded

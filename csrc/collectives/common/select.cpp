@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdio>
 
 #include "core/env.h"
 #include "core/error.h"
@@ -95,6 +96,15 @@ bool matches(Algo wanted, Algo algo) {
   return wanted == algo;
 }
 
+/// Returns the seconds that a call takes by an entry.
+double time_of(const Entry& entry, const Workload& call, const Terms& terms) {
+  Cost cost = entry.cost(terms);
+  if (entry.op == Op::all_reduce && entry.algo == Algo::two_shot && call.speed.shared > 0) {
+    cost.sent = std::min(cost.sent, call.speed.shared * terms.b);
+  }
+  return seconds(cost, call.medium, call.speed);
+}
+
 /// Returns the cheapest entry that allowed(entry) accepts; null if there is none.
 template <typename Allowed>
 const Entry* cheapest(const Workload& call, const Allowed& allowed) {
@@ -103,11 +113,7 @@ const Entry* cheapest(const Workload& call, const Allowed& allowed) {
   double least = 0;
   for (const Entry& entry : kTable) {
     if (entry.op != call.op || !allowed(entry)) continue;
-    Cost cost = entry.cost(terms);
-    if (entry.op == Op::all_reduce && entry.algo == Algo::two_shot && call.speed.shared > 0) {
-      cost.sent = std::min(cost.sent, call.speed.shared * terms.b);
-    }
-    const double time = seconds(cost, call.medium, call.speed);
+    const double time = time_of(entry, call, terms);
     if (best && time >= least) continue;
     best = &entry;
     least = time;
@@ -146,6 +152,32 @@ Algo select(const Workload& call, Algo wanted) {
   const Entry* entry = cheapest(call, [&](const Entry& e) { return matches(wanted, e.algo); });
   if (!entry) entry = cheapest(call, [](const Entry&) { return true; });
   return entry ? entry->algo : Algo::one_shot;
+}
+
+std::string time_text(double seconds) {
+  char text[32];
+  const bool long_one = seconds >= 1e-3;
+  std::snprintf(text, sizeof text, "%.3g %s", seconds * (long_one ? 1e3 : 1e6),
+                long_one ? "ms" : "us");
+  return text;
+}
+
+std::string explain(const Workload& call, Algo wanted) {
+  const Algo taken = select(call, wanted);
+  const Terms terms(call);
+  std::string first, others;
+  for (const Entry& entry : kTable) {
+    if (entry.op != call.op) continue;
+    const std::string text = std::string(kAlgoNames[static_cast<size_t>(entry.algo)]) + " " +
+                             time_text(time_of(entry, call, terms));
+    if (entry.algo == taken) {
+      first = text;
+    } else {
+      others += (others.empty() ? "" : ", ") + text;
+    }
+  }
+  if (first.empty()) return "one_shot, its only algorithm";
+  return first + (others.empty() ? "" : " (" + others + ")");
 }
 
 bool goes_by_levels(const Topology& topology, Algo wanted) {

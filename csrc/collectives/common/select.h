@@ -56,6 +56,12 @@ PYCOMM_API double seconds(const Cost& cost, Medium medium, const Speed& speed = 
 /// chosen that keeps rank order.
 PYCOMM_API Algo select(const Workload& call, Algo wanted);
 
+/// Returns what select() takes and what each algorithm costs, in words: "bruck 31 us (one_shot 47
+/// us, ring 94 us)".
+std::string explain(const Workload& call, Algo wanted);
+/// Returns a time in words: "31 us", "1.5 ms".
+std::string time_text(double seconds);
+
 /// True if the group goes node by node. On nodes of several ranks `auto` is hierarchical at every
 /// size, since its sums have an order of their own.
 bool goes_by_levels(const Topology& topology, Algo wanted);

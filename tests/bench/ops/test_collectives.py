@@ -67,6 +67,7 @@ SETS: dict[str, tuple[int, dict[str, str], dict[str, str]]] = {
                 for op in coded.CORE
             },
             "all types": "all_reduce -b 64 -e 64 -d all -o all -w 1",
+            "explained": "all_reduce -b 4K -e 4K --codec none,int8 --explain",
             "unchecked": "all_reduce -b 4K -e 4K --backend pycomm,pycomm-unchecked",
             "gloo": "all_reduce -b 1K -e 1K --backend pycomm,gloo",
             "torch": "reduce_scatter -b 4K -e 4K --backend pycomm-torch,gloo "
@@ -255,6 +256,12 @@ def case_of(op: str, size: int = 4096):
     return make_case(OPERATIONS[op], size, dtype="float32", redop="sum", rank=0, ranks=1)
 
 
+def test_explain_names_the_algorithm_and_why(played):
+    said = played.printed("two ranks")
+    assert "4K float32 pycomm: window: all ranks share memory" in said
+    assert "4K float32 pycomm int8: two_shot: ranks are near each other" in said
+
+
 def test_a_backend_runs_without_checksums(played):
     rows = played.rows("two ranks", "unchecked")
     assert {row["backend"] for row in rows} == {"pycomm", "pycomm-unchecked"}
@@ -327,6 +334,7 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["all_reduce", "--backend", "glo"], "did you mean gloo? Use one of pycomm, pycomm-shared"),
         (["all_reduce", "--backend", "gloo,gloo"], "names something twice"),
         (["all_reduce", "--codec", "INT4"], 'did you mean "int4"? The codecs are bf16, cast,'),
+        (["all_reduce", "--explain", "--backend", "gloo"], "--explain is for pycomm"),
         (["broadcast", "--codec", "int8"], "--codec is for all_reduce, reduce_scatter, all_gather"),
         (["all_reduce", "--codec", "int8", "-d", "int"], "--codec is for float32, float16"),
         (["all_reduce", "--codec", "int8", "--backend", "gloo"], "is for backends of pycomm"),
