@@ -39,7 +39,6 @@ class Layout:
     def __init__(self, rows: int = 1, owner_residuals: bool = True) -> None: ...
     def add(
         self,
-        offset: int,
         numel: int,
         codec: str,
         tensor: int,

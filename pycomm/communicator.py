@@ -59,8 +59,8 @@ class Communicator:
         options: ``group``, a unique name among the groups of this store; ``timeout``, the seconds
             that the rendezvous, and by default every operation, may take; ``parent_ranks``, the
             ranks' numbers in ``parent`` if they differ; and the options of the table in
-            docs/api/backend.md by name, such as ``transport="tcp"``; ``transport="local"`` is for
-            ranks that are threads. Those that are not given, or None, come from the environment.
+            docs/api/backend.md by name, such as ``transport="tcp"``. Those that are not given, or
+            None, come from the environment.
 
     Raises:
         TypeError: there is no option of that name, or its value has another type.

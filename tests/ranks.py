@@ -18,7 +18,7 @@ from pycomm.errors import Error
 from tests.extent import noting
 
 Job = Callable[..., Any]
-OPTIONS = {"transport": "local", "timeout": 20.0}
+OPTIONS = {"transport": "shm", "timeout": 20.0}
 
 
 class Hung(AssertionError):

@@ -31,11 +31,10 @@ Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
                 std::to_string(options.timeout.count()) +
                 " ms; give one that is more than 0, in which all ranks can join");
   }
-  constexpr const char* kTransports[] = {"auto", "shm", "tcp", "local"};
+  constexpr const char* kTransports[] = {"auto", "shm", "tcp"};
   if (std::find(std::begin(kTransports), std::end(kTransports), options.transport) ==
       std::end(kTransports)) {
-    throw Error("unknown transport \"" + options.transport +
-                "\"; use one of auto, shm, tcp, local");
+    throw Error("unknown transport \"" + options.transport + "\"; use one of auto, shm, tcp");
   }
   return make_rendezvous(std::move(store), options.group, rank, size, options.secret,
                          options.timeout);

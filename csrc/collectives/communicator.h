@@ -48,7 +48,7 @@ class PYCOMM_API Communicator final : public ParentGroup {
   /// Returns which algorithm a collective takes now, and why, in words. `bytes`: of the longest
   /// buffer of a rank; `coded`: what it encodes, without data; null: nothing.
   std::string explain(Op op, size_t bytes, const CodedArgs* coded = nullptr) const;
-  /// Names of its transports: "shm", "tcp", both, "local", or none in a group of one rank.
+  /// Names of its transports: "shm", "tcp", both, or none in a group of one rank.
   std::vector<std::string> transports() const;
   /// Bytes that this rank has handed to TCP, and to any transport, since the start.
   uint64_t wire_bytes() const;

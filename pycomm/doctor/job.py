@@ -106,7 +106,7 @@ def _compare(
 
     def coded(values: array[float]) -> None:
         layout = load_c10d().Layout(owner_residuals=False)
-        layout.add(0, len(values), self_test.CODEC, 0)
+        layout.add(len(values), self_test.CODEC, 0)
         group.compressed_all_reduce(tensor(values), layout, [(0, 0)], 0, 0, False).wait()
 
     try:

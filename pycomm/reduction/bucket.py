@@ -164,7 +164,7 @@ class Bucket:
             self._native = load_c10d().Layout(self.rows, owner_residuals=self._may_owe)
             for p in self.pieces:
                 options = p.residual.options() if p.residual is not None else {}
-                self._native.add(p.offset, p.numel, p.codec.spec(), p.tensor, **options)
+                self._native.add(p.numel, p.codec.spec(), p.tensor, **options)
         return self._native
 
     @cached_property

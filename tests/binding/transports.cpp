@@ -58,9 +58,7 @@ std::unique_ptr<OwnedTransport> make_transport(const std::string& kind,
       make_rendezvous(std::move(store), group, rank, size, options.secret, milliseconds(timeout));
   auto owned = std::make_unique<OwnedTransport>();
   owned->rank = rank;
-  if (kind == "local") {
-    owned->transport = make_local(rendezvous, all_ranks(rendezvous));
-  } else if (kind == "shm") {
+  if (kind == "shm") {
     owned->transport = ShmSetup().make(rendezvous, all_ranks(rendezvous));
     if (!owned->transport) {
       throw Error("shm: rank " + std::to_string(rank) +
@@ -69,7 +67,7 @@ std::unique_ptr<OwnedTransport> make_transport(const std::string& kind,
   } else if (kind == "tcp") {
     owned->transport = TcpSetup(options).make(rendezvous, all_ranks(rendezvous));
   } else {
-    throw Error("unknown transport \"" + kind + "\"; use one of local, shm, tcp");
+    throw Error("unknown transport \"" + kind + "\"; use one of shm, tcp");
   }
   return owned;
 }

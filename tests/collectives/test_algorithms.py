@@ -39,7 +39,7 @@ RANK_ORDER = {
     "reduce_scatter": ["auto", "flat", "direct", "one_shot", "two_shot", "bruck", "tree"],
     "reduce": ["auto", "flat", "direct", "one_shot", "two_shot", "tree", "ring", "bruck"],
 }
-TRANSPORTS = {"channels": {"transport": "local"}, "tcp": {"transport": "tcp", "sockets": 1}}
+TRANSPORTS = {"channels": {"transport": "shm"}, "tcp": {"transport": "tcp", "sockets": 1}}
 
 everywhere = pytest.mark.parametrize("ranks", RANKS)
 algos = pytest.mark.parametrize("algo", ALGOS)
@@ -69,7 +69,7 @@ def test_every_collective_is_exact(algo, ranks, transport):
 @algos
 @pytest.mark.parametrize("ranks", [3, 8])
 def test_every_collective_is_exact_in_tiny_segments(algo, ranks):
-    everything(ranks, transport="local", algo=algo, **TINY)
+    everything(ranks, transport="shm", algo=algo, **TINY)
 
 
 @pytest.mark.parametrize(
@@ -116,7 +116,7 @@ def means(ranks, numel):
     pairs(RANKS, IN_RANK_ORDER, ["whole", "tiny", "tcp"]),
 )
 def test_float_sums_are_in_rank_order(ranks, algo, way):
-    more = {"whole": {"transport": "local"}, "tiny": TINY, "tcp": TRANSPORTS["tcp"]}[way]
+    more = {"whole": {"transport": "shm"}, "tiny": TINY, "tcp": TRANSPORTS["tcp"]}[way]
     outcomes = run(ranks, float_sums, algo=algo, **more)
     for rank, results in enumerate(outcomes):
         for numel, (x, part, out) in zip(SIZES, results, strict=True):
@@ -134,7 +134,7 @@ def test_ring_sums_have_the_same_bits_on_all_ranks(ranks):
     """The segments and the transport change nothing."""
     first, *others = (
         [x for x, _, _ in results]
-        for options in ({"transport": "local"}, TINY, TRANSPORTS["tcp"])
+        for options in ({"transport": "shm"}, TINY, TRANSPORTS["tcp"])
         for results in run(ranks, float_sums, algo="ring", **options)
     )
     assert all(other == first for other in others)
@@ -158,7 +158,7 @@ def test_every_dtype_and_op(way, numel):
     """Results are in rank order, and NaNs canonical; inputs of other ways give the same bits in
     every order."""
     ranks = 3
-    options = {"transport": "local", "algo": way, "segment_bytes": 256}
+    options = {"transport": "shm", "algo": way, "segment_bytes": 256}
     if way == "hierarchical":
         options |= {"nodes": [0, 1, 0], "sockets": 1}
     ordered = way in RANK_ORDER["all_reduce"]
@@ -254,7 +254,7 @@ def test_a_rank_that_leaves_ends_the_call_everywhere(call, algo):
     ("call", "algo"), [*PAIRS, *((call, algo) for call in CALLS for algo in ("auto", "direct"))]
 )
 def test_a_missing_rank_ends_the_call_everywhere(call, algo):
-    check_missing(call, 2, 5, transport="local", algo=algo)
+    check_missing(call, 2, 5, transport="shm", algo=algo)
 
 
 # ------------------------------------------------------------------------------------ determinism
@@ -263,10 +263,10 @@ def test_a_missing_rank_ends_the_call_everywhere(call, algo):
 
 NUMEL = 60_000  # two-shot over channels, several slots of the window
 ORDERED = {
-    "window": {"transport": "local"},
-    "one-shot": {"transport": "local", "algo": "one_shot"},
-    "two-shot": {"transport": "local", "algo": "two_shot", "segment_bytes": 4096},
-    "bruck": {"transport": "local", "algo": "bruck"},
+    "window": {"transport": "shm"},
+    "one-shot": {"transport": "shm", "algo": "one_shot"},
+    "two-shot": {"transport": "shm", "algo": "two_shot", "segment_bytes": 4096},
+    "bruck": {"transport": "shm", "algo": "bruck"},
     "tcp, several sockets": {"transport": "tcp", "sockets": 3, "algo": "direct"},
 }
 
@@ -323,7 +323,7 @@ def explained_and_taken(c):
     ids=str,
 )
 def test_what_explain_says_is_what_is_taken(options):
-    for found in run(4, explained_and_taken, transport="local", **options):
+    for found in run(4, explained_and_taken, transport="shm", **options):
         for op, numel, text, taken in found:
             assert text.split()[0].rstrip(":,") == taken, (op, numel, text, taken)
 
@@ -390,6 +390,6 @@ def test_what_travels_is_rounded_once():
 
     product = np.float16(np.float32(513.0) * np.float32(1.0 / 3))
     want = np.float16(np.float32(1.0) + np.float32(product))
-    for options in ({"transport": "local"}, TRANSPORTS["tcp"]):
+    for options in ({"transport": "shm"}, TRANSPORTS["tcp"]):
         for result in run(2, job, **options):
             assert np.array_equal(result, np.full(40, want))

@@ -91,7 +91,7 @@ def test_tensors_that_cannot_be_used_are_refused():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"transport": "smoke"}, 'unknown transport "smoke"; use one of auto, shm, tcp, local'),
+        ({"transport": "smoke"}, 'unknown transport "smoke"; use one of auto, shm, tcp'),
         ({"algo": "best"}, 'unknown algo "best"; use one of auto, flat, direct, .*ring'),
     ],
 )
@@ -256,7 +256,7 @@ def test_a_group_says_how_it_talks_and_counts_its_bytes():
         return c.describe(), repr(c), *min(sent() for _ in range(10))
 
     text, shown, wire, sent = run(2, job)[0]
-    assert text.startswith("2 ranks: local with 1")
+    assert text.startswith("2 ranks: shm with 1")
     assert shown == f"<Communicator rank 0 of {text}>"
     assert wire == 0
     assert sent >= 4000
@@ -333,7 +333,7 @@ def test_groups_of_one_store_do_not_mix():
     store = Store.local()
 
     def job(c):
-        with Communicator(store, c.rank, 2, group="b", transport="local", timeout=10) as other:
+        with Communicator(store, c.rank, 2, group="b", transport="shm", timeout=10) as other:
             x, y = np.ones(3), np.full(3, 5.0)
             c.all_reduce(x)
             other.all_reduce(y)
@@ -514,7 +514,9 @@ def test_buffers_say_what_they_are():
 
 
 @ways
-@pytest.mark.parametrize("name", ["all_to_all", "gather", "scatter"])
+@pytest.mark.parametrize(
+    "name", ["all_to_all", "gather", "scatter", "all_gather", "reduce_scatter"]
+)
 def test_a_part_wrong_for_one_rank_fails_on_all(way, name):
     over = threading.Event()
 
@@ -522,13 +524,18 @@ def test_a_part_wrong_for_one_rank_fails_on_all(way, name):
         at, core = np.zeros(8, np.float32).ctypes.data, c.core
         sizes = [(at, 2), (at, 1), (at, 1)] if c.rank == 0 else [(at, 1)] * 3
         ones = [(at, 1)] * 3
+        one, uneven = np.ones(1, np.float32), [np.zeros(n, np.float32) for n in (2, 1, 1)]
         try:
             if name == "all_to_all":
                 core.run("all_to_all", _C.Parts(ones), _C.Parts(sizes), 0, F32)
             elif name == "gather":
                 core.run("gather", at, _C.Parts(sizes), 1, F32, _C.ReduceOp.sum, 0)
-            else:
+            elif name == "scatter":
                 core.run("scatter", _C.Parts(sizes), at, 1, F32, _C.ReduceOp.sum, 0)
+            elif name == "all_gather":
+                c.all_gather(one, uneven)
+            else:
+                c.reduce_scatter(uneven, one)
             c.barrier()
         finally:
             over.set() if c.rank else over.wait(10)  # rank 0 neither goes on nor leaves

@@ -39,12 +39,12 @@ SIZES = [0, 1, 3, 17, 1000, 30011]
 
 
 def options(name, **more):
-    return {"transport": "local", "sockets": 1, "nodes": NODES[name], **more}
+    return {"transport": "shm", "sockets": 1, "nodes": NODES[name], **more}
 
 
 def sited(name, **more):
     sites, nodes = SITES[name]
-    return {"transport": "local", "sockets": 1, "nodes": nodes, "sites": sites, **more}
+    return {"transport": "shm", "sockets": 1, "nodes": nodes, "sites": sites, **more}
 
 
 # The node or site of each rank, which reduces first, and the options of the group. Inside a site
@@ -209,7 +209,7 @@ def test_ranks_must_agree_on_the_nodes():
     def job(c):
         raise AssertionError("they met")
 
-    outcomes = attempt(2, job, transport="local", nodes=[0, 1, 2])
+    outcomes = attempt(2, job, transport="shm", nodes=[0, 1, 2])
     for outcome in outcomes:
         assert isinstance(outcome, Error)
         assert "3 nodes are declared for 2 ranks" in str(outcome)

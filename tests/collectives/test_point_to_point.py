@@ -336,9 +336,10 @@ class Peer:
     def __init__(self, store: Store, group: str, transport: str) -> None:
         word = store.get(f"{group}/here/0", SECONDS).decode()
         store.set(f"{group}/here/1", word)
-        # A communicator publishes the host in its first value; a bare transport looks it up.
-        host = word.partition("\x1etcp-host\x1f")[2].partition("\x1e")[0]
-        store.set(f"{group}/tcp-host/0", host)
+        # A communicator announces more with its first value, which a bare transport looks up.
+        for item in word.split("\x1e")[1:]:
+            topic, _, value = item.partition("\x1f")
+            store.set(f"{group}/{topic}/0", value)
         self.transport = _test.Transport(transport, store, group, 1, 2, timeout=SECONDS)
         self.channel = self.transport.channel(0, LANE)
         self.tag = _test.OpTag("send", seq=0, dtype=_C.DType.uint8)
@@ -368,7 +369,7 @@ class Peer:
             self.channel.send(self.tag, ctypes.addressof(buffer), len(data))
 
 
-@pytest.fixture(params=["local", "tcp"])
+@pytest.fixture(params=["shm", "tcp"])
 def ends(request):
     """Return rank 0's communicator, and its peer."""
     store = Store.local()

@@ -111,7 +111,7 @@ def test_the_table_knows_the_bytes(op, algo, ranks):
             c.barrier()
         return c.sent_bytes() - before
 
-    sent = run(ranks, job, transport="local", algo=algo)
+    sent = run(ranks, job, transport="shm", algo=algo)
     _, messages, expected, *_ = _test.schedule.cost(tag(op), ranks, 4 * numel, algo)
     if op in ("reduce", "all_gather", "reduce_scatter") or ranks & (ranks - 1):
         # Some rank receives what the table says, and all that is received has been sent. The table
@@ -130,8 +130,8 @@ def test_the_table_knows_the_bytes(op, algo, ranks):
 RATES = ["20mbit", "100mbit", "100mbit/50mbit", "", "35mbit/1gbit", "20mbit", "100mbit", "1mbit"]
 SHORT = {"segment_bytes": 52}  # of a few elements
 WAYS = {
-    "local": {"transport": "local", "algo": "two_shot"},
-    "segments": {"transport": "local", "algo": "two_shot", **SHORT},
+    "channels": {"transport": "shm", "algo": "two_shot"},
+    "segments": {"transport": "shm", "algo": "two_shot", **SHORT},
     "tcp": {"transport": "tcp"},
 }
 NUMELS = [0, 1, 17, 1000, 4099, 100003]
@@ -203,7 +203,7 @@ def test_results_keep_their_bits(way, ranks, numel):
         group.broadcast(moved, root=0)
         return bits(whole), bits(counted), bits(sum_) if group.rank == root else b"", bits(moved)
 
-    expected = run(ranks, job, transport="local", algo="two_shot")
+    expected = run(ranks, job, transport="shm", algo="two_shot")
     assert run(ranks, job, of_rank=unequal, **WAYS[way]) == expected
     assert expected[0][1] == bits(sum(integers(r, numel, "int64") for r in range(ranks)))
 
@@ -230,8 +230,8 @@ def test_coded_results_and_residuals_keep_their_bits(ranks, codec):
             assert group.all_reduce_coded(values, pieces, seed=7, step=step)
         return bits(values), residuals[0], residuals[1]
 
-    expected = run(ranks, job, transport="local", algo="two_shot")
-    found = run(ranks, job, of_rank=unequal, transport="local", algo="two_shot", **SHORT)
+    expected = run(ranks, job, transport="shm", algo="two_shot")
+    found = run(ranks, job, of_rank=unequal, transport="shm", algo="two_shot", **SHORT)
     for (values, worker, _), (theirs, workers, _) in zip(found, expected, strict=True):
         assert values == theirs
         assert bits(worker) == bits(workers)

@@ -18,9 +18,9 @@ RANKS = [1, 2, 3, 4, 7, 8]
 SIZES = [0, 1, 2, 3, 5, 16, 17, 255, 1000, 4099, 100003]
 
 WAYS = {
-    "window": {"transport": "local"},
-    "direct": {"transport": "local", "algo": "direct"},
-    "ring": {"transport": "local", "algo": "ring"},
+    "window": {"transport": "shm"},
+    "direct": {"transport": "shm", "algo": "direct"},
+    "ring": {"transport": "shm", "algo": "ring"},
     "tcp": {"transport": "tcp", "sockets": 1},
     "tcp-ring": {"transport": "tcp", "algo": "ring"},
 }

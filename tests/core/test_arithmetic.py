@@ -165,9 +165,9 @@ def all_results(c, set_on) -> list[bytes]:
     "way",
     [
         *WAYS.values(),
-        {"transport": "local", "algo": "ring"},
-        {"transport": "local", "algo": "one_shot"},
-        {"transport": "local", "nodes": [0, 0, 1], "sockets": 1},
+        {"transport": "shm", "algo": "ring"},
+        {"transport": "shm", "algo": "one_shot"},
+        {"transport": "shm", "nodes": [0, 0, 1], "sockets": 1},
     ],
     ids=str,
 )

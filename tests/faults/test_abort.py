@@ -94,8 +94,8 @@ def test_abort_twice_and_after_an_error_is_harmless():
             c.abort("third")
 
 
-@pytest.mark.parametrize("transport", ["local", "shm"])
-def test_of_two_reasons_for_an_abort_the_first_counts(transport):
+@pytest.mark.parametrize("run_on", [run, run_processes])
+def test_of_two_reasons_for_an_abort_the_first_counts(run_on):
     def job(c):
         if c.rank < 2:
             time.sleep(0.05 + 0.1 * c.rank)
@@ -107,12 +107,12 @@ def test_of_two_reasons_for_an_abort_the_first_counts(transport):
             c.barrier()
         return str(caught.value)
 
-    *_, text = (run if transport == "local" else run_processes)(3, job, transport=transport)
+    *_, text = run_on(3, job, transport="shm")
     assert "reason 0" in text
     assert "reason 1" not in text
 
 
-@pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_errors_leave_no_thread_no_file_and_no_memory_behind(transport):
     def fail(c):
         c.recv(np.ones(10), 1 - c.rank)
@@ -277,7 +277,7 @@ def test_a_child_drops_its_copy_of_a_queue():
 everywhere = pytest.mark.parametrize("way", ["window", "direct", "tcp"])
 
 
-@pytest.mark.parametrize("transport", ["local", "shm", "tcp", "auto"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "auto"])
 def test_at_the_rendezvous(transport):
     store = Store.local()
 
@@ -290,7 +290,7 @@ def test_at_the_rendezvous(transport):
         assert str(error).rstrip().endswith("1, 3")
 
 
-@pytest.mark.parametrize("transport", ["local", "shm", "tcp", "auto"])
+@pytest.mark.parametrize("transport", ["shm", "tcp", "auto"])
 @pytest.mark.parametrize("absent", [0, 2])
 def test_who_hears_of_another_s_limit_says_whose_it_is(transport, absent):
     """Rank 1 waits up to a minute, another rank a fraction of a second; a third never joins."""
@@ -336,8 +336,8 @@ def test_a_call_may_name_its_own_timeout(way, seconds, text):
 LONG = [3e7, 1e10, 1e300, math.inf]
 NONSENSE = [-1.0, -1e-9, -1e300, -math.inf, math.nan]
 EACH_WAY = {
-    "window": {"transport": "local"},
-    "channels": {"transport": "local", "algo": "direct"},
+    "window": {"transport": "shm"},
+    "channels": {"transport": "shm", "algo": "direct"},
     "tcp": {"transport": "tcp", "sockets": 1},
     "auto": {"transport": "auto"},
 }

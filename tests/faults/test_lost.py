@@ -141,7 +141,7 @@ def test_a_rank_that_left_before_its_process_ended_has_not_died(transport):
     run_processes(2, job, transport=transport)
 
 
-@pytest.mark.parametrize("transport", ["local", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_rank_that_leaves_after_the_last_call_harms_nobody(transport, ranks):
     def job(c):
@@ -157,7 +157,7 @@ def test_a_rank_that_leaves_after_the_last_call_harms_nobody(transport, ranks):
         assert attempt(ranks, job, transport=transport) == [sum(range(ranks))] * ranks
 
 
-@pytest.mark.parametrize("transport", ["local", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_who_is_left_can_go_on_point_to_point(transport):
     """A rank that has done its part may leave while the others still communicate."""
 

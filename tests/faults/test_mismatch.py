@@ -88,7 +88,7 @@ def test_codings_that_differ(way, what):
 
 def meet(*options: dict[str, Any]) -> list[Any]:
     """Return the outcomes of ranks that start with these options."""
-    store, given = Store.local(), {"transport": "local", "timeout": 5}
+    store, given = Store.local(), {"transport": "shm", "timeout": 5}
 
     def start(rank):
         return Communicator(store, rank, len(options), **given | options[rank])
@@ -100,7 +100,7 @@ def meet(*options: dict[str, Any]) -> list[Any]:
     ("option", "values"),
     [
         ("algo", ("direct", "ring")),
-        ("transport", ("local", "tcp")),
+        ("transport", ("shm", "tcp")),
         ("segment_bytes", (0, 64)),
         ("nodes", ((0, 0), (0, 1))),
         ("sockets", (1, 3)),
@@ -132,13 +132,13 @@ def test_ranks_of_another_version_are_refused(theirs, named):
     named = named.replace("VERSION", re.escape(version))
     ours = rf"rank 0 runs pycomm {re.escape(version)} \(wire \d+\)"
     with pytest.raises(WireMismatch, match=rf"^{ours}, rank 1 runs {named}; install the same ve"):
-        Communicator(store, 0, 2, transport="local", timeout=5)
+        Communicator(store, 0, 2, transport="shm", timeout=5)
 
 
 def test_what_need_not_be_equal():
     first = {"timeout": 5, "checksum": "payload", "link_bytes_per_second": 1e9}
     second = {"timeout": 9, "checksum": "header"}
-    for way in ({"transport": "local"}, {"transport": "tcp"}):
+    for way in ({"transport": "shm"}, {"transport": "tcp"}):
         for outcome in meet(first | way, second | way):
             assert isinstance(outcome, Communicator), outcome
 
@@ -203,8 +203,7 @@ def test_the_first_error_stays(way):
 # Errors that end a group agree on every rank: the cause, and the state of all ranks.
 
 
-WAYS = {**WAYS, "shm": {"transport": "shm"}}
-ways = pytest.mark.parametrize("way", ["window", "shm", "direct", "tcp"])
+ways = pytest.mark.parametrize("way", ["window", "direct", "tcp"])
 all_ranks = pytest.mark.parametrize("ranks", [2, 3, 4])
 
 

@@ -92,7 +92,7 @@ def test_a_group_knows_of_deaths_while_another_is_made_from_it(tmp_path):
         assert "the group that it is in already has lost it" in text
 
 
-@pytest.mark.parametrize("transport", ["local", "shm", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_abort_of_the_parent_ends_the_rendezvous_for_all(transport):
     over = threading.Barrier(3)
 

@@ -230,7 +230,8 @@ def fail():
         finally:
             over.wait(10)
 
-    print(attempt(2, job, timeout=0.2)[0], end="")
+    # A disk that is full (ulimit -f) has no room for shared memory either.
+    print(attempt(2, job, timeout=0.2, transport="tcp")[0], end="")
 
 
 def failing_run(*command, **variables):

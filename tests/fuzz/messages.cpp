@@ -8,6 +8,7 @@
 #include <cstring>
 #include <list>
 #include <memory>
+#include <string>
 #include <thread>
 
 #include "collectives/communicator.h"
@@ -26,6 +27,7 @@ using Kind = Header::Kind;
 constexpr uint64_t kSizes[] = {0, 1, 8, 32, 300, pycomm::kEagerBytes, pycomm::kEagerBytes + 1};
 constexpr int kTags = 3, kOwn = 3, kLast = 4;  // of messages to ourselves, and of the last one
 constexpr int kMostEvents = 100;
+constexpr char kNext = '\x1e', kIs = '\x1f';  // of what a rank announces (rendezvous.cpp)
 constexpr Milliseconds kTimeout{10000};
 
 uint64_t size_by(uint8_t number) { return kSizes[number % std::size(kSizes)]; }
@@ -49,8 +51,16 @@ class Peer {
     rendezvous.rank = 1;
     rendezvous.size = 2;
     rendezvous.deadline = pycomm::Deadline::after(kTimeout);
-    store->set("default/here/1", store->get("default/here/0", rendezvous.deadline));
-    transport_ = pycomm::make_local(rendezvous, {0, 1});
+    const std::string word = store->get("default/here/0", rendezvous.deadline);
+    store->set("default/here/1", word);
+    // A communicator announces more with its first value, which a bare transport looks up.
+    for (size_t end, at = word.find(kNext); at < word.size(); at = end) {
+      end = std::min(word.find(kNext, at + 1), word.size());
+      const size_t is = word.find(kIs, at);
+      store->set("default/" + word.substr(at + 1, is - at - 1) + "/0",
+                 word.substr(is + 1, end - is - 1));
+    }
+    transport_ = pycomm::ShmSetup().make(rendezvous, {0, 1});
     channel_ = &transport_->channel(0, Lane::point_to_point);
     listen();
   }
@@ -132,7 +142,7 @@ class Pair {
   Pair() {
     const auto store = pycomm::make_local_store();
     pycomm::CommunicatorOptions options;
-    options.transport = "local";
+    options.transport = "shm";
     options.timeout = kTimeout;
     std::thread meets([&] { peer_ = std::make_unique<Peer>(store); });
     rank_ = std::make_unique<Communicator>(store, 0, 2, options);

@@ -6,7 +6,6 @@ import ctypes
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -139,7 +138,3 @@ def processes(
     with tempfile.TemporaryDirectory() as folder:
         outcomes = in_processes(size, target, 10 * SECONDS)
     return outcomes if errors else good(outcomes)
-
-
-RUNNERS = {"local": partial(threads, kind="local"), "shm": processes}
-"""How ranks run that share memory: as threads, or as processes."""

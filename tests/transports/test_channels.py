@@ -10,11 +10,9 @@ import pytest
 from pycomm import _C, _test, errors
 from pycomm.communicator import Communicator
 from tests.extent import each_value
-from tests.ranks import good, on_threads
+from tests.ranks import on_threads
 from tests.transports.ranks import (
-    COLLECTIVE,
     POINT_TO_POINT,
-    RUNNERS,
     SECONDS,
     pattern,
     processes,
@@ -27,7 +25,7 @@ MIB = 1 << 20
 SIZES = [0, 1, 3, 79, 111, 112, 2047, 2048, 2049, 65_537, 262_144, 262_145, MIB + 3]
 
 
-@pytest.fixture(params=["local", "shm", "tcp"])
+@pytest.fixture(params=["shm", "tcp"])
 def run(request):
     """Run a body on ranks: threads, or processes where the transport needs them."""
 
@@ -51,41 +49,6 @@ def test_every_pair_exchanges_every_size(run, size):
                 assert got[peer] == pattern(n, peer * 8 + me.rank), (n, peer)
 
     run(size, body)
-
-
-def test_many_messages_queue_in_both_directions(run):
-    sizes = [0, 1, 200_000, 7, 0, 4096, MIB, 13] * 4
-
-    def body(me):
-        other = 1 - me.rank
-        goals, results = [], []
-        for seq, n in enumerate(sizes):
-            goals.append(me.send(other, pattern(n, seq + me.rank), tag(seq, n)))
-        for seq, n in enumerate(sizes):
-            goal, result = me.recv(other, n, tag(seq, n))
-            goals.append(goal)
-            results.append(result)
-        me.wait(*goals)
-        for seq, n in enumerate(sizes):
-            assert results[seq]() == pattern(n, seq + other), seq
-
-    run(2, body)
-
-
-def test_tickets_count_up_and_complete_in_order(run):
-    def body(me):
-        other = 1 - me.rank
-        tickets = []
-        for seq in range(5):
-            goal, _ = me.recv(other, 100, tag(seq))
-            sent = me.send(other, pattern(100, seq), tag(seq))
-            tickets.append((sent[1], goal[2]))
-            me.wait(sent, goal)
-            channel = sent[0]
-            assert (channel.sent, channel.received) == (seq + 1, seq + 1)
-        assert tickets == [(i, i) for i in range(1, 6)]
-
-    run(2, body)
 
 
 @each_value
@@ -112,56 +75,6 @@ def test_a_send_ends_though_the_next_one_is_not_wanted_yet(run, size, checksum):
         me.wait(goal)
 
     run(2, body, options={"checksum": checksum})
-
-
-def test_lanes_do_not_disturb_each_other(run):
-    # On one lane a large message has no receive yet; on the other, messages arrive meanwhile.
-    def body(me):
-        other = 1 - me.rank
-        large = me.send(other, pattern(4 * MIB, me.rank), tag(0), COLLECTIVE)
-        for seq in range(20):
-            got = me.exchange({other: pattern(1000, seq)}, tag(seq, op="send"), POINT_TO_POINT)
-            assert got[other] == pattern(1000, seq)
-        goal, result = me.recv(other, 4 * MIB, tag(0), COLLECTIVE)
-        me.wait(large, goal)
-        assert result() == pattern(4 * MIB, other)
-
-    run(2, body)
-
-
-def test_two_threads_drive_two_lanes(run):
-    def body(me):
-        other = 1 - me.rank
-
-        def drive(lane):
-            for seq in range(50):
-                got = me.exchange({other: pattern(50_000, lane + seq)}, tag(seq), lane)
-                assert got[other] == pattern(50_000, lane + seq)
-
-        good(on_threads((0, 1), drive, SECONDS))
-
-    run(2, body)
-
-
-def test_last_message_of_a_rank_that_leaves_arrives(run):
-    def body(me):
-        if me.rank == 0:
-            me.wait(me.send(1, pattern(3 * MIB, 5), tag()))
-            return True
-        goal, result = me.recv(0, 3 * MIB, tag())
-        me.wait(goal)
-        return result() == pattern(3 * MIB, 5)
-
-    assert run(2, body) == [True, True]
-
-
-def test_sent_bytes_counts_payload_and_little_more(run):
-    def body(me):
-        me.exchange({1 - me.rank: pattern(MIB, 0)}, tag())
-        return me.transport.sent_bytes
-
-    for sent in run(2, body):
-        assert MIB <= sent < 1.01 * MIB
 
 
 # ------------------------------------------------------------------------------------------ notices
@@ -199,14 +112,14 @@ def heard(check_once) -> BaseException | None:
 
 @each_value
 @every_kind
-@pytest.mark.parametrize("medium", ["local", "shm", "tcp"])
+@pytest.mark.parametrize("medium", ["shm", "tcp"])
 def test_every_kind_by_a_transport(medium, kind):
     def job(me):
         if me.rank == 1:
             me.transport.abort(TEXT, kind, **KINDS[kind][1])
         check(heard(me.transport.check), kind)
 
-    {**RUNNERS, "tcp": threads}[medium](2, job)
+    threads(2, job, kind=medium)
 
 
 @every_kind

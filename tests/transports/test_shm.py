@@ -21,7 +21,7 @@ from pycomm import _C, _test
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, PeerLost
 from tests.compiling import library
-from tests.ranks import in_processes, on_processes, run
+from tests.ranks import in_processes, on_processes
 from tests.soak.held import descriptors
 from tests.transports.ranks import processes, tag
 
@@ -186,21 +186,11 @@ def dumped():
 
 
 @on_processes(2)
-def test_of_ranks_that_are_processes(c):
+def test_of_a_group(c):
     x = np.asarray(c.allocate(1 << 20))
     x[:] = 1
     c.all_reduce(x)
     assert dumped() == []
-
-
-def test_of_ranks_that_are_threads():
-    def job(c):
-        c.barrier()
-        found = dumped()
-        c.barrier()
-        return found
-
-    assert run(2, job) == [[], []]
 
 
 def test_of_a_device_group():

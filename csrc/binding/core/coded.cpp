@@ -26,7 +26,6 @@ namespace {
 
 using coded::PieceRuns;
 using coded::Shot;
-using Sides = Pieces::Sides;
 /// An address or offset, and a number of bytes or elements.
 using Place = std::pair<size_t, size_t>;
 /// Runs: piece, offset in it, elements.

@@ -34,7 +34,7 @@ Backend::Backend(const std::shared_ptr<TorchStore>& store, int rank, int size,
     communicator.parent_ranks = parent.ranks;
   }
   open_ = std::make_shared<OpenGroup>(
-      std::make_shared<Engine>(store, rank, size, communicator, options_->device, hooks_));
+      std::make_shared<Engine>(store, rank, size, communicator, options_->device));
 }
 
 CommunicatorOptions Backend::communicator_options() const {
@@ -540,12 +540,12 @@ struct CodedCall {
   Op op;
   at::Tensor output, input;
   std::shared_ptr<const Layout> layout;
+  std::vector<Piece> pieces;
   CodedStep step;
 
   /// Calls run(args, address of the result).
   template <typename Run>
   void with_args(const Run& run) const {
-    const std::vector<Piece> pieces = layout->pieces(step.sides);
     CodedArgs args;
     args.pieces = {pieces.data(), pieces.size()};
     args.average = step.average;
@@ -595,14 +595,15 @@ intrusive_ptr<Work> Backend::compressed(Op op, const at::Tensor& output, const a
   if (scatters && layout->rows() != ranks)
     arguments_.fail(call, "the layout has residuals of " + std::to_string(layout->rows()) +
                               " rows; make it as Layout(" + std::to_string(ranks) + ")");
-  if (step.sides.size() != layout->size())
-    arguments_.fail(call, "sides are given for " + std::to_string(step.sides.size()) +
-                              " parameters, but the layout has " + std::to_string(layout->size()));
   arguments_.check_written(call, output);
-  for (const auto& [old, fresh] : step.sides)
-    if (old > 1 || fresh > 1) arguments_.fail(call, "sides must be 0 or 1");
+  std::vector<Piece> pieces;
+  try {
+    pieces = layout->of(step.sides);
+  } catch (const Error& error) {
+    arguments_.fail(call, error.what());
+  }
   const auto engine = this->engine();
-  const CodedCall coded_call{op, output, input, layout, step};
+  const CodedCall coded_call{op, output, input, layout, std::move(pieces), step};
   if (!output.is_cpu()) {
     const auto route = engine->peers(output.device())
                            ? engine->peers(output.device(), PeerRoute::Kind::coded)
@@ -614,7 +615,7 @@ intrusive_ptr<Work> Backend::compressed(Op op, const at::Tensor& output, const a
     const at::Tensor found_inf =
         at::zeros({1}, at::TensorOptions(at::kFloat).device(output.device()));
     Tensors used = {output, input, found_inf};
-    layout->list_residuals(used);
+    used.insert(used.end(), layout->residuals().begin(), layout->residuals().end());
     auto work = engine->submit(call, {output}, route, used, [&](PeerRoute& peers) {
       code_among_peers(coded_call, peers, found_inf);
     });
@@ -904,7 +905,7 @@ void Backend::form(tcp::GroupFormation& formation, int64_t uuid, CommunicatorOpt
   communicator.group = group_ + "/members " + std::to_string(uuid);
   communicator.timeout = limit;
   communicator.interrupt = [&] { formation.check_members(); };
-  auto engine = std::make_shared<Engine>(store, rank, size, communicator, options_->device, hooks_);
+  auto engine = std::make_shared<Engine>(store, rank, size, communicator, options_->device);
   engine->set_timeout(unwrapped(options_->timeout));
   if (!open_->replace(std::move(engine))) raise_not_open();
   ++formed_;

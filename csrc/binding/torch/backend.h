@@ -1,6 +1,8 @@
 // Backend: the "pycomm" process group, one c10d::Backend for CPU and device tensors over a
 // Communicator. A part of _c10d.
 #pragma once
+#include <torch/version.h>
+
 #include <set>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -16,7 +18,7 @@ namespace pycomm::torch_binding {
 /// The options that users pass as `pg_options`.
 struct BackendOptions final : c10d::Backend::Options {
   explicit BackendOptions(Milliseconds timeout) : c10d::Backend::Options("pycomm", timeout) {}
-#if PYCOMM_TORCH(2, 14)
+#if TORCH_VERSION_MAJOR > 2 || TORCH_VERSION_MINOR >= 14
   /// Torch clones the options of a group for those that are made from it.
   intrusive_ptr<c10d::Backend::Options> clone() const override {
     return c10::make_intrusive<BackendOptions>(*this);
@@ -200,22 +202,6 @@ class Backend final : public c10d::Backend {
   void setSequenceNumberForGroup() override {}  // all ranks count from 0
   uint64_t getSequenceNumberForGroup() override { return engine()->seq(); }
   c10d::ErrorType getError() override;
-#if PYCOMM_TORCH(2, 14)
-  void registerAbortHook(int64_t id, c10d::AbortHook hook) override {
-    check_not_ended();
-    hooks_->abort.add(id, std::move(hook));
-  }
-  void unregisterAbortHook(int64_t id) override { hooks_->abort.remove(id); }
-#endif
-#if PYCOMM_TORCH(2, 15)
-  bool supportsAbortHooks() const override { return true; }
-  bool supportsCompletionHooks() const override { return true; }
-  void registerCompletionHook(int64_t id, c10d::CompletionHook hook) override {
-    check_not_ended();
-    hooks_->completion.add(id, std::move(hook));
-  }
-  void unregisterCompletionHook(int64_t id) override { hooks_->completion.remove(id); }
-#endif
 
   /// Allocates memory that peers on this host reach in place: collectives on it copy nothing.
   at::Tensor allocate(int64_t size, const at::TensorOptions& options, bool for_bucket = false);
@@ -277,10 +263,6 @@ class Backend final : public c10d::Backend {
     return engine;
   }
   [[noreturn]] void raise_not_open() const;
-  /// Throws if the group has ended; one that has no members yet has not.
-  void check_not_ended() const {
-    if (!endpoint_ || open_->ended()) static_cast<void>(engine());
-  }
   void wait_for_all(const Engine& engine, const c10d::BarrierOptions& opts, bool wait_all_ranks);
   void open_endpoint();
   void form(tcp::GroupFormation& formation, int64_t uuid, CommunicatorOptions communicator,
@@ -298,7 +280,6 @@ class Backend final : public c10d::Backend {
   const intrusive_ptr<c10d::Store> store_;
   const std::string group_;  ///< its name in the store
   const intrusive_ptr<BackendOptions> options_;
-  const std::shared_ptr<GroupHooks> hooks_ = std::make_shared<GroupHooks>();
   const std::shared_ptr<Buckets> buckets_ = std::make_shared<Buckets>();
   std::shared_ptr<OpenGroup> open_;
   std::mutex forming_;                       ///< held while the group is formed anew

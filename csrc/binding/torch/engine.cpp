@@ -22,14 +22,6 @@ void Engine::set_timeout(Milliseconds timeout) {
     if (found.route) found.route->set_timeout(timeout);
 }
 
-void Engine::warn_of_hook(const std::string& what) noexcept {
-  if (hook_failed_.exchange(true)) return;  // a hook that always fails would fill the log
-  warn_once("rank " + std::to_string(comm_.rank()) +
-            ": a completion hook has raised; the operation that it was called for has come "
-            "through: " +
-            what + " (later errors of hooks are not shown)");
-}
-
 // ------------------------------------------------------------------ devices, by way of the host
 
 namespace {
@@ -313,7 +305,6 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs,
     if (!captured) route->set_last(tag, work->delivered());
     work->promise();
     work->complete();
-    report(*work);
     return work;
   });
 }

@@ -9,7 +9,6 @@
 #include <mutex>
 
 #include "binding/torch/device_work.h"
-#include "binding/torch/hooks.h"
 #include "binding/torch/peer_watch.h"
 #include "binding/torch/peers.h"
 #include "binding/torch/store.h"
@@ -18,30 +17,18 @@
 
 namespace pycomm::torch_binding {
 
-/// The hooks of a group. They outlive its engines: the group may get other members.
-struct GroupHooks {
-#if PYCOMM_TORCH(2, 14)
-  Hooks<c10d::AbortHook> abort;
-#endif
-#if PYCOMM_TORCH(2, 15)
-  Hooks<c10d::CompletionHook> completion;
-#endif
-};
-
 /// All state that operations use. The thread that runs one holds a reference, so shutdown() on
 /// another thread cannot destroy it.
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   Engine(const std::shared_ptr<Store>& store, int rank, int size,
-         const CommunicatorOptions& options, DeviceOptions device_options,
-         std::shared_ptr<const GroupHooks> hooks)
+         const CommunicatorOptions& options, DeviceOptions device_options)
       : comm_(store, rank, size, options),
         store_(store),
         group_(options.group),
         secret_(options.secret),
         trace_size_(static_cast<size_t>(options.trace_size)),
-        device_options_(std::move(device_options)),
-        hooks_(std::move(hooks)) {}
+        device_options_(std::move(device_options)) {}
 
   Communicator& comm() { return comm_; }
   const std::shared_ptr<Store>& store() const { return store_; }
@@ -74,7 +61,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
       InterpreterEnd::stay_if_begun();
     });
     work->complete();
-    report(*work);
     return work;
   }
 
@@ -97,7 +83,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
         error = std::current_exception();
       }
       operation->work->end(error);
-      self->report(*operation->work);
       if (on_device) self->dispose(std::move(operation));
     };
     if (queue_.inside()) return run();
@@ -148,36 +133,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // Completion.
 
-  /// Keeps the kind of an error for getError(), and calls the hooks that wait for one.
-  void note(const std::exception_ptr& error) {
-    error_ = error_type(error);
-    call_abort_hooks();
-  }
+  /// Keeps the kind of an error for getError().
+  void note(const std::exception_ptr& error) { error_ = error_type(error); }
   void set_timeout(Milliseconds timeout);
-  /// Calls the hooks that are called after every operation, on the thread that ran it.
-  void report(const Work& work) noexcept {
-    static_cast<void>(work);
-#if PYCOMM_TORCH(2, 15)
-    try {
-      c10d::CompletionHookArgs args;
-      args.completionKey = work.getCompletionKey();
-      if (hooks_->completion.any() && work.isSuccess()) hooks_->completion.call(args);
-    } catch (const std::exception& e) {
-      warn_of_hook(e.what());
-    }
-#endif
-  }
-  /// Calls the hooks that are called before a group is aborted, and when it has failed. As torch
-  /// says, a failure may call them more than once.
-  void call_abort_hooks() noexcept {
-#if PYCOMM_TORCH(2, 14)
-    try {
-      hooks_->abort.call();
-    } catch (const std::exception& e) {
-      warn_of_hook(e.what());
-    }
-#endif
-  }
   /// In a callback on the thread that runs the operations, runs later operations until done().
   /// Returns false if that is impossible here, or took too long.
   bool run_until(const std::function<bool()>& done, Milliseconds timeout) {
@@ -223,7 +181,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Waits for the collectives, but at most so long: then their group is aborted with this reason.
   void finish_within(Milliseconds limit, const std::string& why);
   void abort(const std::string& why) noexcept {
-    call_abort_hooks();
     const std::string reason = "rank " + std::to_string(comm_.rank()) + " " + why;
     comm_.abort(reason);
     aborted_ = true;  // after the reason is known
@@ -269,7 +226,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
     }
   };
   WorkPtr keep(intrusive_ptr<PeerWork> work, Communicator::Request& request);
-  void warn_of_hook(const std::string& what) noexcept;
   /// Orders the lane after deliveries of earlier operations whose output this operation may read
   /// without a wait in between.
   void follow_deliveries(const std::vector<const void*>& reads, DeviceLane& lane,
@@ -305,7 +261,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::string secret_;
   const size_t trace_size_;
   const DeviceOptions device_options_;
-  const std::shared_ptr<const GroupHooks> hooks_;
   std::atomic<bool> aborted_{false};
   std::mutex device_mutex_;  ///< held while the streams of lanes get work
   std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, bool>, std::unique_ptr<DeviceLane>> lanes_;
@@ -324,7 +279,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   PeerWatch watch_;  ///< of the ranks with which there are routes
   std::atomic<uint64_t> seq_{0}, peer_seq_{0};
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
-  std::atomic<bool> hook_failed_{false};
 
   Queue disposal_;     ///< destroys what operations on devices leave behind
   Queue leaving_;      ///< posts sends when they have left their device

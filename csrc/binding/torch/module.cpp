@@ -37,26 +37,21 @@ T one_of(const char* what, const std::string& name,
   throw Error("unknown " + std::string(what) + " \"" + name + "\"; use one of " + all);
 }
 
-void add_part(Layout& layout, size_t offset, size_t numel, const std::string& codec,
-              uint32_t tensor, const std::string& kind, const std::string& storage, float decay,
-              Memories::Pair worker, Memories::Pair owner, Memories::Pair momentum,
+void add_part(Layout& layout, size_t numel, const std::string& codec, uint32_t tensor,
+              const std::string& kind, const std::string& storage, float decay,
+              const Layout::Pair& worker, const Layout::Pair& owner, const Layout::Pair& momentum,
               const feedback::Spans& worker_spans, const feedback::Spans& owner_spans) {
   using feedback::Kind;
   using feedback::Storage;
-  Memories memories;
-  memories.kind = one_of<Kind>(
+  feedback::Feedback how;
+  how.kind = one_of<Kind>(
       "feedback", kind,
       {{"residual", Kind::residual}, {"decay", Kind::decay}, {"momentum", Kind::momentum}});
-  memories.storage = one_of<Storage>(
+  how.storage = one_of<Storage>(
       "storage", storage,
       {{"float32", Storage::float32}, {"bf16", Storage::bfloat16}, {"int8", Storage::int8}});
-  memories.decay = decay;
-  memories.worker = std::move(worker);
-  memories.owner = std::move(owner);
-  memories.momentum = std::move(momentum);
-  memories.worker_spans = worker_spans;
-  memories.owner_spans = owner_spans;
-  layout.add(offset, numel, codec, tensor, memories);
+  how.decay = decay;
+  layout.add(numel, codec, tensor, how, worker, owner, momentum, worker_spans, owner_spans);
 }
 
 /// Does the same as then() of the work's future, but the callback gets the value, and an error of
@@ -149,9 +144,8 @@ void bind(py::module_& m) {
 
   py::class_<Layout, std::shared_ptr<Layout>>(m, "Layout")
       .def(py::init<size_t, bool>(), py::arg("rows") = 1, py::arg("owner_residuals") = true)
-      .def("add", &add_part, py::arg("offset"), py::arg("numel"), py::arg("codec"),
-           py::arg("tensor"), py::kw_only(), py::arg("kind") = "residual",
-           py::arg("storage") = "float32", py::arg("decay") = 0.0f,
+      .def("add", &add_part, py::arg("numel"), py::arg("codec"), py::arg("tensor"), py::kw_only(),
+           py::arg("kind") = "residual", py::arg("storage") = "float32", py::arg("decay") = 0.0f,
            py::arg("worker") = std::nullopt, py::arg("owner") = std::nullopt,
            py::arg("momentum") = std::nullopt, py::arg("worker_spans") = feedback::kAllValues,
            py::arg("owner_spans") = feedback::kAllValues)

@@ -72,7 +72,6 @@ void PeerWork::settle() {
   flat_.reset();
   if (error && InterpreterEnd::has_begun()) return;  // threads that wait in torch stay there
   end(error);
-  if (engine) engine->report(*this);
   if (interrupted) std::rethrow_exception(interrupted);
 }
 

@@ -7,7 +7,6 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include "binding/torch/call.h"
-#include "binding/torch/hooks.h"
 #include "collectives/communicator.h"
 #include "core/fork_guard.h"
 #include "core/warning.h"
@@ -146,10 +145,6 @@ class Work : public c10d::Work {
   void abort() override;
 
   uint64_t getSequencenumber() const override { return seq_; }
-#if PYCOMM_TORCH(2, 15)
-  /// Returns a number that no other work of this process ever has.
-  uint64_t getCompletionKey() const override { return key_; }
-#endif
 
   /// Its number in the trace.
   void set_noted(uint64_t noted) { noted_ = noted; }
@@ -218,13 +213,6 @@ class Work : public c10d::Work {
   }
 
   const ForkGuard fork_{};
-#if PYCOMM_TORCH(2, 15)
-  static uint64_t next_key() {
-    static std::atomic<uint64_t> last{0};
-    return ++last;
-  }
-  const uint64_t key_ = next_key();
-#endif
   void run_what_is_queued(Milliseconds timeout);
   const char* name_;
   uint64_t seq_;

@@ -64,7 +64,7 @@ class ChannelMesh {
   /// lane's thread.
   std::string take_back_heap() noexcept;
   std::string describe() const;
-  /// The names of the transports: "shm", "tcp", both, "local", or none in a group of one rank.
+  /// The names of the transports: "shm", "tcp", both, or none in a group of one rank.
   std::vector<std::string> transports() const;
   uint64_t wire_bytes() const;
   uint64_t sent_bytes() const;

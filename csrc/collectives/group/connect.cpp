@@ -49,7 +49,7 @@ std::string compatibility_text(const Rendezvous& rendezvous, const CommunicatorO
   std::string text = build_text() + " size=" + std::to_string(rendezvous.size) +
                      " transport=" + options.transport + " algo=" + options.algo +
                      " segment_bytes=" + std::to_string(options.segment_bytes);
-  if (options.transport == "tcp" || options.transport == "auto") {
+  if (options.transport != "shm") {
     text += " sockets=" + (options.sockets == 0 ? "auto" : std::to_string(options.sockets)) +
             " tls=" + encryption_text(options);
   }
@@ -109,8 +109,8 @@ Links declared_links(const std::vector<std::string>& values, bool& far) {
 void bootstrap(const Rendezvous& rendezvous, const CommunicatorOptions& options,
                Membership& membership, ShmSetup& shm, TcpSetup& tcp) {
   const std::string ours = compatibility_text(rendezvous, options);
-  if (options.transport == "auto" || options.transport == "shm") shm.announce(rendezvous);
-  if (options.transport == "auto" || options.transport == "tcp") tcp.announce(rendezvous);
+  if (options.transport != "tcp") shm.announce(rendezvous);
+  if (options.transport != "shm") tcp.announce(rendezvous);
   announce(rendezvous, kLinkTopic, link_value(rendezvous, options));
   const std::vector<std::string> values = all_gather_values(
       rendezvous, Membership::kTopic, all_ranks(rendezvous), membership.first_value(ours));
@@ -188,10 +188,8 @@ void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOption
   };
 
   const std::vector<int> candidates = near(rendezvous, options.nodes);
-  if (candidates.size() > 1) {
-    std::unique_ptr<ShmTransport> shared;
-    if (wanted == "local") shared = make_local(rendezvous, candidates);
-    if (wanted == "shm" || wanted == "auto") shared = shm.make(rendezvous, candidates);
+  if (candidates.size() > 1 && wanted != "tcp") {
+    std::unique_ptr<ShmTransport> shared = shm.make(rendezvous, candidates);
     shared_ = shared.get();
     add(std::move(shared));
   }

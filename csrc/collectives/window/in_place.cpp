@@ -75,10 +75,7 @@ void all_reduce_by_reading(Window& window, Reducer& reducer, const Places& data,
 }  // namespace
 
 void all_reduce(Window& window, Reducer& reducer, const Places& data, void* own, size_t bytes) {
-  // A rank could not reclaim memory that it shares with the others in one mapping.
-  if (!data.in_heaps() || window.one_mapping()) {
-    return all_reduce_by_reading(window, reducer, data, own, bytes);
-  }
+  if (!data.in_heaps()) return all_reduce_by_reading(window, reducer, data, own, bytes);
   const int me = window.rank(), ranks = window.size();
   const Slicing chunks = chunks_of(window, bytes);
   const size_t begin = chunks.begin(me), end = chunks.begin(me + 1);

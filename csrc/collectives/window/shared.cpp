@@ -140,9 +140,7 @@ void reduce(Window& window, const Collective& call) {
   void* out = here ? call.out.data() : nullptr;
   const size_t bytes = call.in.bytes(0);
   Shown shown;
-  if (root < 0) {
-    shown = {in, bytes, in_place::all_reduce_from(window.size()), !window.one_mapping()};
-  }
+  if (root < 0) shown = {in, bytes, in_place::all_reduce_from(window.size()), true};
   if (bytes == 0) {
     barrier(window);
   } else if (bytes <= kTinyBytes) {

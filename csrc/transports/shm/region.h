@@ -34,7 +34,11 @@ constexpr size_t kPart = 4096;
 constexpr size_t kLargestPage = size_t{64} << 10;
 constexpr size_t kRingBytes = size_t{256} << 10;
 /// The size of a heap is address space, not memory: pages cost when they are touched.
+#if defined(__SANITIZE_THREAD__)  // leaves little of it
+constexpr size_t kHeapBytes = size_t{4} << 30;
+#else
 constexpr size_t kHeapBytes = size_t{64} << 30;
+#endif
 
 /// A stage flag. Low half: number of the stage that is done. High half: hash of the tag it belongs
 /// to.
@@ -75,10 +79,6 @@ struct alignas(kPart) Header {
   /// 1 if ranks must name who may read them (cma.h), as the rank that made the region has
   /// found.
   uint32_t permits;
-  /// Used by threads of one process: the number that still holds the region, and the bytes to unmap
-  /// after the last.
-  std::atomic<int32_t> holders;
-  size_t mapped_bytes;
 };
 
 /// Returns the page size of the running kernel.

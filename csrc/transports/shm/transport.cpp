@@ -12,9 +12,8 @@ int SharedMemory::place(int rank) const {
   return found != members.end() && *found == rank ? static_cast<int>(found - members.begin()) : -1;
 }
 
-ShmTransport::ShmTransport(std::string name, const SharedMemory& memory)
-    : name_(std::move(name)),
-      memory_(memory),
+ShmTransport::ShmTransport(const SharedMemory& memory)
+    : memory_(memory),
       self_(memory.place(memory.rank)),
       region_(memory.base.get(), static_cast<int>(memory.members.size())),
       detector_(region_, memory.members, self_) {
@@ -46,7 +45,7 @@ bool ShmTransport::reaches(int rank) const {
 
 Channel& ShmTransport::channel(int rank, Lane lane) {
   if (!reaches(rank)) {
-    throw Error(name_ + ": rank " + std::to_string(memory_.rank) + " shares no memory with rank " +
+    throw Error("shm: rank " + std::to_string(memory_.rank) + " shares no memory with rank " +
                 std::to_string(rank) +
                 ", so there is no channel between them; use transport \"auto\"");
   }
@@ -118,7 +117,7 @@ uint64_t ShmTransport::sent_bytes() const {
 }
 
 std::string ShmTransport::describe() const {
-  std::string text = name_ + " with ";
+  std::string text = "shm with ";
   for (const int rank : memory_.members) {
     if (!reaches(rank)) continue;
     if (text.back() != ' ') text += ",";

@@ -21,7 +21,7 @@ struct SharedMemory {
   std::shared_ptr<void> base;    ///< gives the memory back when the last holder releases it
   std::vector<int> members;      ///< ranks of the group that it was made for, ascending
   int rank = 0;                  ///< ours, in the group
-  int file = -1;                 ///< the memory's file, or -1; `base` keeps it open
+  int file = -1;                 ///< the memory's file; `base` keeps it open
   std::shared_ptr<void> permit;  ///< lets the other ranks read our memory
 
   /// Returns the number in the region of a rank of the group; -1 if it has none.
@@ -30,10 +30,10 @@ struct SharedMemory {
 
 class PYCOMM_API ShmTransport final : public Transport {
  public:
-  ShmTransport(std::string name, const SharedMemory& memory);
+  explicit ShmTransport(const SharedMemory& memory);
   ~ShmTransport() override;
 
-  std::string_view name() const override { return name_; }
+  std::string_view name() const override { return "shm"; }
   bool reaches(int rank) const override;
   Channel& channel(int rank, Lane lane) override;
   /// Returns the memory shared by the ranks for which it was made, or null if one of them has no
@@ -59,7 +59,6 @@ class PYCOMM_API ShmTransport final : public Transport {
     SpinPace pace;
   };
 
-  std::string name_;
   SharedMemory memory_;
   int self_;
   SharedRegion region_;
@@ -69,11 +68,7 @@ class PYCOMM_API ShmTransport final : public Transport {
   std::array<LaneState, kLanes> lanes_;
 };
 
-/// Makes the transport for ranks that are threads of one process. It reaches all of `ranks`.
-PYCOMM_API std::unique_ptr<ShmTransport> make_local(const Rendezvous& rendezvous,
-                                                    const std::vector<int>& ranks);
-
-/// Makes the transport for ranks that are processes.
+/// Makes the transport.
 class PYCOMM_API ShmSetup {
  public:
   /// Announces what make() publishes about this rank's host, with the exchange that begins a group,

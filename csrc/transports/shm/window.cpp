@@ -32,14 +32,7 @@ Window::Window(const SharedRegion& region, FailureDetector& detector, int rank, 
       size_(region.ranks()),
       pace_(pace),
       heaps_(region.has_heaps()) {
-  for (int r = 0; r < size_; r++) {
-    const RankSlot& rank_slot = region.rank_slot(r);
-    if (heaps_) heap_of_.push_back(region.heap(r));
-    const bool here = rank_slot.process[0] == own_slot_->process[0] &&
-                      rank_slot.process[1] == own_slot_->process[1] &&
-                      rank_slot.address == reinterpret_cast<uint64_t>(&rank_slot);
-    one_mapping_ = one_mapping_ || (r != rank_ && here);
-  }
+  for (int r = 0; heaps_ && r < size_; r++) heap_of_.push_back(region.heap(r));
 }
 
 int Window::member(int rank) const { return detector_.member(rank); }

@@ -120,8 +120,6 @@ class PYCOMM_API Window {
   void let_write(Span<const uint8_t> memory) { written_ = memory; }
   /// Returns where they may still write after a call that has failed.
   Span<const uint8_t> written_late() const { return written_; }
-  /// True if the ranks address a heap by the same mapping, so that none can take its own away.
-  bool one_mapping() const { return one_mapping_; }
   /// True if every rank can read the others' private memory. All ranks agree once the rendezvous is
   /// complete.
   bool all_read() const;
@@ -179,7 +177,6 @@ class PYCOMM_API Window {
   SpinPace pace_;
   bool heaps_;
   std::vector<uint8_t*> heap_of_;  ///< by rank, if there are heaps
-  bool one_mapping_ = false;
   Span<const uint8_t> written_{};
   uint32_t stage_ = 0;
   uint32_t round_ = 0;

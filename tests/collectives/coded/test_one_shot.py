@@ -22,7 +22,7 @@ DTYPES = ["float32", "float16"]
 
 
 def shots(algo: str, more: dict[str, object] | None = None) -> dict[str, object]:
-    return {"transport": "local", "algo": algo, **(more or {})}
+    return {"transport": "shm", "algo": algo, **(more or {})}
 
 
 def sums(codecs: dict[int, str], average: bool, dtype: str):

@@ -58,7 +58,7 @@ def test_a_list_wrong_on_every_rank_raises(rank, size):
             dist.all_gather(zeros, torch.ones(2), async_op=asynchronous)
         with pytest.raises(pycomm.Error, match=r"reduce_scatter: the part for this .* has 2"):
             dist.reduce_scatter(torch.ones(3), [torch.ones(2)] * 2, async_op=asynchronous)
-        with pytest.raises(pycomm.Error, match="all_to_all: the part for this rank itself has 2"):
+        with pytest.raises(pycomm.Error, match=r"all_to_all: the part for .* itself has 2"):
             dist.all_to_all(zeros, [torch.ones(2)] * 2, async_op=asynchronous)
     check_sum()
 
@@ -68,6 +68,9 @@ def of_rank_0(texts: list[str]) -> None:
     name = own.split(": ")[1]
     for text in others:
         assert f"rank 0 refused its {name}, whose part for itself has " in text
+
+
+OF_PARTS = ["all_to_all_single", "all_to_all", "gather", "scatter", "all_gather", "reduce_scatter"]
 
 
 @on_ranks(3, then=of_rank_0, timeout=60, deadline=180)
@@ -342,12 +345,10 @@ def test_lists_that_do_not_fit_are_refused(rank, size):
 @on_ranks(2)
 def test_layouts_that_no_memory_holds_are_refused(rank, size):
     layout = load_c10d().Layout()
-    for offset, numel in ((0, 2**62), (2**63, 5), (2**61, 2**61), (2**64 - 4, 8)):
+    layout.add(64, "quant:bits=8", 0)
+    for numel in (2**62, 2**61 - 60, 2**64 - 4):
         with pytest.raises(pycomm.Error, match="no memory holds"):
-            layout.add(offset, numel, "quant:bits=8", 0)
-    layout.add(0, 64, "quant:bits=8", 0)
-    with pytest.raises(pycomm.Error, match="begins at 60, but the one before it ends at 64"):
-        layout.add(60, 64, "quant:bits=8", 1)
+            layout.add(numel, "quant:bits=8", 0)
     native: Any = backend.find()
     with pytest.raises(pycomm.Error, match="share one place in memory"):
         native.compressed_all_reduce(torch.ones(1).expand(64), layout, [(0, 0)], 1, 1)

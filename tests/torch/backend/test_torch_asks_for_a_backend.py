@@ -8,7 +8,6 @@ sentence. Other files test more: operations (test_ops.py), groups made of groups
 from __future__ import annotations
 
 import os
-import pickle
 import re
 import time
 import warnings
@@ -19,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -28,8 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import backend
-from pycomm.errors import Error, WireMismatch
-from tests.torch.elastic.member import on_members
 from tests.torch.harness import check_sum
 from tests.torch.interpreter import run
 from tests.torch.pool import on_ranks
@@ -160,12 +156,10 @@ def test_one_tensor_twice_gets_its_sum_twice(rank, size):
 
 
 # -------------------------------------------------------------------------------------- newer torch
-# What torch 2.14 and 2.15 ask of a backend: names without warnings, hooks, a flight recorder.
+# What torch 2.14 asks of a backend: names without warnings.
 
 
 TORCH = tuple(map(int, re.findall(r"\d+", torch.__version__)[:2]))
-since_2_14 = pytest.mark.skipif(TORCH < (2, 14), reason="torch older than 2.14")
-since_2_15 = pytest.mark.skipif(TORCH < (2, 15), reason="torch older than 2.15")
 
 # A process in which nothing has imported pycomm: torch finds the backend by its entry point.
 QUIET = """
@@ -193,75 +187,6 @@ def test_torch_has_nothing_to_warn_of(installed, name):
     assert done.returncode == 0, done.stderr
     if TORCH >= (2, 14):  # older versions warn in C++ of devices named one by one
         assert "Warning" not in done.stderr
-
-
-@on_ranks(2)
-@since_2_14
-def test_abort_hooks_are_called_when_a_group_fails(rank, ranks):
-    called = []
-    group = dist.group.WORLD
-    group.register_abort_hook(1, lambda: called.append("one"))
-    group.register_abort_hook(2, lambda: called.append("two"))
-    group.unregister_abort_hook(2)
-    dist.all_reduce(torch.ones(3))
-    assert called == []
-    with pytest.raises(WireMismatch):
-        dist.all_reduce(torch.ones(3 + rank))
-    assert set(called) == {"one"}
-
-
-@on_ranks(2)
-@since_2_14
-def test_abort_hooks_are_called_before_an_abort(rank, ranks):
-    called = []
-    dist.group.WORLD.register_abort_hook(1, lambda: called.append(rank))
-    dist.barrier()
-    if rank == 0:
-        dist.group.WORLD.abort()
-        assert called == [0]
-    with pytest.raises(Error, match="rank 0 called abort"):
-        dist.all_reduce(torch.ones(1))
-    assert set(called) == {rank}
-
-
-@on_members(1, formed=False)
-@since_2_14
-def test_hooks_outlive_the_members_of_a_group(member, handles):
-    """It gets hooks before it has members (torch 2.15 attaches its own)."""
-    called = []
-    group = dist.group.WORLD
-    group.register_abort_hook(7, lambda: called.append("kept"))
-    group.register_abort_hook(8, lambda: called.append("removed"))
-    group.unregister_abort_hook(8)
-    for uuid in (1, 2):
-        member.form(uuid, handles)
-        dist.all_reduce(torch.ones(1))
-    assert called == []
-    group.abort()
-    assert called == ["kept"]
-
-
-@on_ranks(2)
-@since_2_15
-def test_the_flight_recorder_tells_what_has_completed(rank, ranks):
-    """Torch 2.15 attaches its flight recorder to every group."""
-
-    def entries() -> list[tuple[str, str]]:
-        dumped = pickle.loads(_distributed_c10d._dump_fr_trace(backend="pycomm"))["entries"]
-        return [(entry["profiling_name"], entry["state"]) for entry in dumped]
-
-    _distributed_c10d._reset_fr_trace(backend="pycomm")
-    x = torch.ones(5)
-    # Hooks are called after the wait may have returned, but before the next operation begins.
-    dist.all_reduce(x, async_op=True).wait()
-    dist.all_reduce(x)
-    late = dist.irecv(x, 1 - rank)
-    *reduced, receive = entries()
-    assert reduced == [("pycomm:all_reduce", "completed")] * 2
-    assert receive[1] == "scheduled"
-    dist.send(x.clone(), 1 - rank)
-    late.wait()
-    assert {state for _, state in entries()} == {"completed"}
 
 
 # -------------------------------------------------------------------------------------------- traps

@@ -224,30 +224,6 @@ int pending_error(int fd) {
   return ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &error, &size) == 0 ? error : errno;
 }
 
-LinkUse link_use(int fd) {
-  tcp_info info = {};
-  socklen_t size = sizeof info;
-  if (fd < 0 || ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
-  // While the other end's buffer is full, the link is not the bottleneck.
-  return {info.tcpi_bytes_acked, info.tcpi_busy_time - info.tcpi_rwnd_limited};
-}
-
-std::chrono::milliseconds round_trip(int fd) {
-  tcp_info info = {};
-  socklen_t size = sizeof info;
-  if (fd < 0 || ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
-  const std::chrono::microseconds measured(info.tcpi_rtt);
-  return std::chrono::duration_cast<std::chrono::milliseconds>(measured);
-}
-
-std::chrono::microseconds least_round_trip(int fd) {
-  tcp_info info = {};
-  socklen_t size = sizeof info;
-  if (fd < 0 || ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) != 0) return {};
-  // An old kernel does not know the minimum.
-  return std::chrono::microseconds(info.tcpi_min_rtt > 0 ? info.tcpi_min_rtt : info.tcpi_rtt);
-}
-
 size_t unacknowledged(int fd) {
   pollfd state = {fd, 0, 0};
   int bytes = 0;

@@ -5,12 +5,10 @@
 #include <sys/socket.h>
 
 #include <cerrno>
-#include <chrono>
 #include <string>
 #include <vector>
 
 #include "core/env.h"
-#include "core/op_timing.h"
 #include "core/types.h"
 #include "transports/fd.h"
 
@@ -77,13 +75,6 @@ Fd connect_to(const Address& to, const Address* from, int& error);
 void set_wake_bytes(int fd, size_t bytes);
 /// Returns the pending error of a socket, 0 if none.
 int pending_error(int fd);
-/// Returns the kernel's counters of a connection; zeros once it is broken.
-LinkUse link_use(int fd);
-/// Returns the round-trip time of a packet and its acknowledgement, as the kernel has measured it,
-/// rounded up; 0 if it does not know.
-std::chrono::milliseconds round_trip(int fd);
-/// Returns the least of its samples, which holds the least of what a busy host adds; 0 likewise.
-std::chrono::microseconds least_round_trip(int fd);
 /// Returns the number of sent bytes that the other end has not acknowledged; 0 once the connection
 /// is broken.
 size_t unacknowledged(int fd);

@@ -42,9 +42,16 @@ struct Counts {
 };
 constexpr size_t kCounts = 192;
 
-bool look(int fd, tcp_info& info) {
+// Zeros if the connection is broken.
+tcp_info look(int fd) {
+  tcp_info info = {};
   socklen_t size = sizeof info;
-  return fd >= 0 && ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0;
+  return ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &size) == 0 ? info : tcp_info{};
+}
+
+// The least of the round trip's samples; an old kernel does not know it.
+uint32_t shortest(const tcp_info& info) {
+  return info.tcpi_min_rtt > 0 ? info.tcpi_min_rtt : info.tcpi_rtt;
 }
 
 void set(int fd, int level, int option, int value) {
@@ -66,8 +73,7 @@ bool has_larger_fixed_send_buffer() {
 }  // namespace
 
 void choose_buffers(int fd, bool several_paths) {
-  tcp_info info = {};
-  if (!look(fd, info)) return;
+  const tcp_info info = look(fd);
   if (several_paths) set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, kFirstUnsent);
   // The minimum is used because other samples include the time until a thread answers. 0: an old
   // kernel.
@@ -86,8 +92,8 @@ void choose_buffers(int fd, bool several_paths) {
 }
 
 void limit_unsent(int fd, uint64_t least) {
-  tcp_info info = {};
-  if (!look(fd, info) || info.tcpi_delivery_rate == 0) return;
+  const tcp_info info = look(fd);
+  if (info.tcpi_delivery_rate == 0) return;
   set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT,
       static_cast<int>(
           std::clamp<uint64_t>(info.tcpi_delivery_rate / kUnsentParts, least, kMostUnsent)));
@@ -99,7 +105,7 @@ void add_use(int fd, SocketUse& sum) {
     uint8_t more[sizeof(Counts)];
   } said = {};
   socklen_t size = sizeof said;
-  if (fd < 0 || ::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &said, &size) != 0) return;
+  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &said, &size) != 0) return;
   const tcp_info& info = said.info;
   if (size >= kCounts + sizeof(Counts)) {
     Counts counts;
@@ -111,9 +117,24 @@ void add_use(int fd, SocketUse& sum) {
     sum.delivered += info.tcpi_bytes_acked;
   }
   sum.unsent += info.tcpi_notsent_bytes;
-  const uint32_t shortest = info.tcpi_min_rtt > 0 ? info.tcpi_min_rtt : info.tcpi_rtt;
   const bool first = sum.least_round_trip_us == 0;
-  sum.least_round_trip_us = first ? shortest : std::min(sum.least_round_trip_us, shortest);
+  sum.least_round_trip_us =
+      first ? shortest(info) : std::min(sum.least_round_trip_us, shortest(info));
+}
+
+LinkUse link_use(int fd) {
+  const tcp_info info = look(fd);
+  // While the other end's buffer is full, the link is not the bottleneck.
+  return {info.tcpi_bytes_acked, info.tcpi_busy_time - info.tcpi_rwnd_limited};
+}
+
+std::chrono::milliseconds round_trip(int fd) {
+  const std::chrono::microseconds measured(look(fd).tcpi_rtt);
+  return std::chrono::duration_cast<std::chrono::milliseconds>(measured);
+}
+
+std::chrono::microseconds least_round_trip(int fd) {
+  return std::chrono::microseconds(shortest(look(fd)));
 }
 
 void limit_rate(int fd, double bytes_per_second) {
@@ -127,8 +148,8 @@ void limit_rate(int fd, double bytes_per_second) {
 }
 
 bool is_silent(int fd) {
-  tcp_info info = {};
-  return look(fd, info) && info.tcpi_unacked > 0 && info.tcpi_retransmits >= 2;
+  const tcp_info info = look(fd);
+  return info.tcpi_unacked > 0 && info.tcpi_retransmits >= 2;
 }
 
 namespace {
@@ -145,12 +166,6 @@ bool set(int fd, const std::string& name) {
 }
 
 // The least round trip is used: other samples include the time until a busy host answers.
-bool is_far(int fd) {
-  tcp_info info = {};
-  if (!look(fd, info)) return false;
-  return (info.tcpi_min_rtt > 0 ? info.tcpi_min_rtt : info.tcpi_rtt) >= kFarMicroseconds;
-}
-
 std::string allowed() {
   std::string names;
   std::ifstream file(kAllowed);
@@ -177,7 +192,7 @@ void choose_congestion_control(int fd, const std::string& wanted) {
     set(fd, wanted);
   } else if (Address::local(fd).ip() == Address::remote(fd).ip()) {
     set(fd, "reno");
-  } else if (is_far(fd)) {
+  } else if (shortest(look(fd)) >= kFarMicroseconds) {
     set(fd, "bbr");
   }
 }

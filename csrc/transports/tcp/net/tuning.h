@@ -1,8 +1,10 @@
 // What is set on a TCP connection in the kernel, and what the kernel says of it: its buffers, how
 // much of them waits unsent, and its congestion control (PYCOMM_CONGESTION).
 #pragma once
+#include <chrono>
 #include <string>
 
+#include "core/op_timing.h"
 #include "core/types.h"
 
 namespace pycomm::tcp {
@@ -38,6 +40,13 @@ struct SocketUse {
 };
 /// Adds a socket's counts to `sum`, and keeps the shortest round trip.
 void add_use(int fd, SocketUse& sum);
+/// Returns the kernel's counters of a connection; zeros once it is broken.
+LinkUse link_use(int fd);
+/// Returns the round-trip time of a packet and its acknowledgement, as the kernel has measured it,
+/// in whole milliseconds; 0 if it does not know.
+std::chrono::milliseconds round_trip(int fd);
+/// Returns the least of its samples, which holds the least of what a busy host adds; 0 likewise.
+std::chrono::microseconds least_round_trip(int fd);
 
 /// Lets bbr send no more than so many bytes per second; 0: no limit. Other congestion controls are
 /// left alone.
