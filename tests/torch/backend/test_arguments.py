@@ -70,9 +70,6 @@ def of_rank_0(texts: list[str]) -> None:
         assert f"rank 0 refused its {name}, whose part for itself has " in text
 
 
-OF_PARTS = ["all_to_all_single", "all_to_all", "gather", "scatter", "all_gather", "reduce_scatter"]
-
-
 @on_ranks(3, then=of_rank_0, timeout=60, deadline=180)
 @pytest.mark.parametrize(
     "name",
