@@ -271,7 +271,58 @@ def compress_hook(
     Raises:
         Error: the group's all_reduce failed.
     """
-    future = state.adapter.reduce_bucket(state, bucket)
+    reduce = state.adapter.reduce_bucket
+    if state.transform is not None:
+        reduce = _reduce_in_order_of_indices
+    future = reduce(state, bucket)
     if not future.done():
         backend.wait_after_backward(future, state.process_group)
     return future
+
+
+def _reduce_in_order_of_indices(
+    state: CompressionState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Average a bucket in which all gradients have the order of their indices meanwhile.
+
+    Matrices have the rows and columns of the parameter's indices, also if a channels_last model has
+    another order in memory: so have second moments and residuals, which are saved.
+    """
+    parameters = bucket.parameters()
+    for parameter in parameters:  # in most models there is none
+        if not parameter.is_contiguous() and _is_strided(parameter):
+            break
+    else:
+        return state.adapter.reduce_bucket(state, bucket)
+    strided = [
+        (gradient, gradient.as_strided(parameter.shape, parameter.stride()))
+        for gradient, parameter in zip(bucket.gradients(), parameters, strict=True)
+        if _is_strided(parameter)
+    ]
+    for gradient, as_it_lies in strided:
+        gradient.copy_(as_it_lies.clone())
+    future = state.adapter.reduce_bucket(state, bucket)
+
+    def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+        result = done.value()
+        for gradient, as_it_lies in strided:
+            as_it_lies.copy_(gradient.clone())
+        return result
+
+    return future.then(restore)
+
+
+def _is_strided(parameter: torch.Tensor) -> bool:
+    """Return whether DDP's buckets have a parameter's gradient in another order than its indices.
+
+    They have the order of its memory if that is without gaps. `GradBucket.gradients()` shows it as
+    if it were that of the indices.
+    """
+    if parameter.is_contiguous():
+        return False
+    extent = 1
+    for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
+        if size != 1 and stride != extent:
+            return False
+        extent *= size
+    return True

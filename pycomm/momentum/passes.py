@@ -93,21 +93,26 @@ class Passes:
         table = self._table()
         steps: dict[torch.dtype, list[tuple[Any, ...]]] = {}
         alive = []  # until the kernels are queued
+        strided = []
         for moment in moments:
             state, parameter = moment.state, local(moment.parameter.detach())
             assert moment.parameter.grad is not None
             state["step"].add_(1)
-            gradient = local(moment.parameter.grad).contiguous()
-            alive.append(gradient)
+            gradient, values = local(moment.parameter.grad).contiguous(), parameter.contiguous()
+            alive += [gradient, values]
+            if values is not parameter:  # in another memory format
+                strided.append((parameter, values))
             steps.setdefault(parameter.dtype, []).append(
                 (
-                    *(table.numbers[id(moment)], parameter.data_ptr(), gradient.data_ptr()),
+                    *(table.numbers[id(moment)], values.data_ptr(), gradient.data_ptr()),
                     *(*moment.advance(lr, weight_decay), moment.kept),
                     *(moment.divides, moment.landed),
                 )
             )
         for dtype, each in steps.items():
             self.call(table.native.move, each, DTYPES[dtype])
+        for parameter, values in strided:
+            parameter.copy_(values)
         written([moment.parameter for moment in moments])
 
     def _table(self) -> Table:

@@ -74,8 +74,8 @@ class GroupChecks:
 
         Raises:
             TypeError: a setting is no number.
-            ValueError: a setting is out of its range, or a parameter is not the model's, has sparse
-                gradients, or has another order in memory than its indices.
+            ValueError: a setting is out of its range, or a parameter is not the model's or has
+                sparse gradients.
         """
         for group in groups:
             check_settings(self._who, group)
@@ -88,9 +88,6 @@ class GroupChecks:
                         "parameters; if the model has got another one since, wrap it anew, "
                         "and make the optimizer anew"
                     )
-                if not parameter.is_contiguous():
-                    why = refused(MOMENTA, "`channels_last`", name=self.names[id(parameter)])
-                    raise ValueError(f"{self._who}: {why}")
                 if id(parameter) in self._sparse:
                     why = refused(MOMENTA, "sparse gradients", name=self._sparse[id(parameter)])
                     raise ValueError(f"{self._who}: {why}")

@@ -165,11 +165,6 @@ REFUSALS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "pycomm.compress",
             "equally many batches",
         ),
-        "`channels_last`": (
-            "{name} has another order in memory than its indices, as in a channels_last model: "
-            "use model.to(memory_format=torch.contiguous_format) before it is wrapped",
-            "`model.to(memory_format=torch.contiguous_format)`",
-        ),
         "sparse gradients": (
             "{name} has sparse gradients, which it does not take: make it with sparse=False, or "
             "give its weight to another optimizer",

@@ -39,10 +39,6 @@ def columns() -> nn.Module:
     return fully_shard(nn.Linear(64, 64), shard_placement_fn=lambda p: Shard(p.ndim - 1))
 
 
-def turned() -> nn.Module:
-    return DistributedDataParallel(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
-
-
 def divided() -> nn.Module:
     model = fully_shard(Chosen())
     model.set_gradient_divide_factor(3.0)
@@ -86,7 +82,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: made(ADAMW, compressed(ddp())), "Error: this model is compressed already"),
     (lambda: made(ADAMW, columns()), "ValueError: CodedAdamW: weight is sharded by dimension 1"),
     (lambda: made(ADAMW, divided()), "Error: torch sums the gradients"),
-    (lambda: made(ADAMW, turned()), "CodedAdamW: weight has another order in memory than its"),
     (
         lambda: made(ADAMW, compressed(fully_shard(Chosen()))),
         "Error: this model, or a part of it, is compressed already",
