@@ -9,7 +9,6 @@
 #include "codecs/base/registry.h"
 #include "codecs/base/targets.h"
 #include "codecs/rotation/loops.h"
-#include "core/error.h"
 
 namespace pycomm::codecs::eden {
 namespace {
@@ -128,19 +127,11 @@ PYCOMM_INLINE void read_block(const uint8_t* codes, float scale, int size_bits,
   for (uint32_t i = 0; i < size; i++) y[i] = dequantize<kBits>(codes[i]) * scale;
 }
 
-template <int kBits>
-PYCOMM_INLINE void pack_block(uint8_t* codes, int size_bits, uint8_t* out) {
-  const uint32_t size = 1u << size_bits;
-  for (uint32_t lo = 0; lo < size; lo += kMaxBlock) {
-    pack(kBits, codes + lo, size - lo < kMaxBlock ? size - lo : kMaxBlock, out + lo * kBits / 8);
-  }
-}
-
-template <int kBits>
-PYCOMM_INLINE void unpack_block(const uint8_t* in, int size_bits, uint8_t* codes) {
-  const uint32_t size = 1u << size_bits;
-  for (uint32_t lo = 0; lo < size; lo += kMaxBlock) {
-    unpack(kBits, in + lo * kBits / 8, size - lo < kMaxBlock ? size - lo : kMaxBlock, codes + lo);
+/// Calls act(lo, n) for the parts of a rotation that are packed at once.
+template <typename Act>
+PYCOMM_INLINE void each_packed(size_t size, const Act& act) {
+  for (size_t lo = 0; lo < size; lo += kMaxBlock) {
+    act(lo, size - lo < kMaxBlock ? size - lo : kMaxBlock);
   }
 }
 
@@ -170,12 +161,17 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
     } else {
       std::memset(unpacked, 0, size);
     }
-    pack_block<kBits>(unpacked, f.size_bits, codes);
+    each_packed(size, [&](size_t at, size_t count) {
+      pack(kBits, unpacked + at, count, codes + at * kBits / 8);
+    });
     *scales++ = scale;
     if (residual) {
       read_block<kBits>(unpacked, scale, f.size_bits, y);
-      const Sink sink{Then::store_residual, residuals.fresh(lo), x, residual};
-      unrotate_block(signs, y, n, f.size_bits, sink);
+      unrotate_block(signs, y, f.size_bits);
+      float* const fresh = residuals.fresh(lo);
+      // These two may be one buffer: then each value is read before it is written.
+#pragma GCC ivdep
+      for (size_t i = 0; i < n; i++) fresh[i] = residual_of(x[i] + residual[i], y[i], residual[i]);
       residuals.store(lo, n);
     }
   }
@@ -184,7 +180,7 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
 
 template <int kBits>
 PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<float> out,
-                            Then then) {
+                            bool add) {
   alignas(64) float y[kMaxRotation];
   alignas(64) uint8_t unpacked[kMaxRotation];
   const size_t size = size_t{1} << f.size_bits;
@@ -194,9 +190,17 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
   const uint8_t* codes = payload.data + codes_offset(f, out.size);
   for (size_t lo = 0; lo < out.size; lo += size, codes += code_bytes(f)) {
     const size_t n = out.size - lo < size ? out.size - lo : size;
-    unpack_block<kBits>(codes, f.size_bits, unpacked);
+    each_packed(size, [&](size_t at, size_t count) {
+      unpack(kBits, codes + at * kBits / 8, count, unpacked + at);
+    });
     read_block<kBits>(unpacked, *scales++, f.size_bits, y);
-    unrotate_block(RotationSigns(header, lo, size), y, n, f.size_bits, {then, out.data + lo});
+    unrotate_block(RotationSigns(header, lo, size), y, f.size_bits);
+    float* __restrict to = out.data + lo;
+    if (add) {
+      for (size_t i = 0; i < n; i++) to[i] = to[i] + y[i];
+    } else {
+      std::memcpy(to, y, n * sizeof(float));
+    }
   }
 }
 
@@ -205,27 +209,6 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
 /// Returns the bits of a size that has kernels of its own, else 0.
 int known_size(const Format& format) {
   return format.size_bits == 7 || format.size_bits == 10 ? format.size_bits : 0;
-}
-
-void encode_cuda(const Format& format, const EncodeArgs& args) {
-  EncodeParams params = encode_params(1, codes_offset(format, args.in.size), args);
-  params.header = reinterpret_cast<uint32_t*>(args.out.data);
-  params.scales = reinterpret_cast<float*>(args.out.data + kHeaderBytes);
-  params.key = rotation_key(args.key.seed, args.key.step, args.key.tensor);
-  params.rotation_bits = format.size_bits;
-  launch("eden", kernel_name("eden::encode_kernel", format.bits, known_size(format), format.mmse),
-         params, args.in.size, kTile, args.stream);
-}
-
-void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
-                 const Stream& stream) {
-  DecodeParams params = decode_params(1, codes_offset(format, out.size), payload, out);
-  params.header = reinterpret_cast<const uint32_t*>(payload.data);
-  params.scales = reinterpret_cast<const float*>(payload.data + kHeaderBytes);
-  params.rotation_bits = format.size_bits;
-  params.add = add;
-  launch("eden", kernel_name("eden::decode_kernel", format.bits, known_size(format)), params,
-         out.size, kTile, stream);
 }
 
 class Eden final : public Codec {
@@ -238,29 +221,40 @@ class Eden final : public Codec {
            ",size=" + std::to_string(1 << format_.size_bits) +
            ",scale=" + (format_.mmse ? "mmse" : "unbiased");
   }
-  Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
   bool fuses_residual() const override { return true; }
   bool loads_residual() const override { return true; }
   size_t granule() const override { return size_t{1} << format_.size_bits; }
   size_t encoded_bytes(size_t numel) const override { return eden::encoded_bytes(format_, numel); }
 
-  void encode(const EncodeArgs& args) const override {
-    check_encode(*this, args);
-    if (args.in.size == 0) return;
-    if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
+ private:
+  void encode_cpu(const EncodeArgs& args) const override {
     with_bits(format_, [&](auto bits) { encode_all<bits>(format_, args); });
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
-              bool add) const override {
-    check_decode(*this, payload, out);
-    if (out.size == 0) return;
-    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, add, stream);
-    const Then then = add ? Then::add : Then::store;
-    with_bits(format_, [&](auto bits) { decode_all<bits>(format_, payload, out, then); });
+  void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool add) const override {
+    with_bits(format_, [&](auto bits) { decode_all<bits>(format_, payload, out, add); });
+  }
+  void encode_cuda(const EncodeArgs& args) const override {
+    EncodeParams params = encode_params(1, codes_offset(format_, args.in.size), args);
+    params.header = reinterpret_cast<uint32_t*>(args.out.data);
+    params.scales = reinterpret_cast<float*>(args.out.data + kHeaderBytes);
+    params.key = rotation_key(args.key.seed, args.key.step, args.key.tensor);
+    params.rotation_bits = format_.size_bits;
+    launch("eden",
+           kernel_name("eden::encode_kernel", format_.bits, known_size(format_), format_.mmse),
+           params, args.in.size, kTile, args.stream);
+  }
+  void decode_cuda(Span<const uint8_t> payload, Span<float> out, bool add,
+                   const Stream& stream) const override {
+    DecodeParams params = decode_params(1, codes_offset(format_, out.size), payload, out);
+    params.header = reinterpret_cast<const uint32_t*>(payload.data);
+    params.scales = reinterpret_cast<const float*>(payload.data + kHeaderBytes);
+    params.rotation_bits = format_.size_bits;
+    params.add = add;
+    launch("eden", kernel_name("eden::decode_kernel", format_.bits, known_size(format_)), params,
+           out.size, kTile, stream);
   }
 
- private:
   Format format_;
 };
 

@@ -12,12 +12,6 @@
 
 namespace pycomm::codecs {
 
-/// Throws Error if the sizes, pointers or index of a call do not fit the codec.
-void check_encode(const Codec& codec, const EncodeArgs& args);
-void check_decode(const Codec& codec, Span<const uint8_t> payload, Span<float> out);
-/// Throws Error if the stream provides too little scratch memory.
-void check_scratch(const Codec& codec, size_t numel, const Stream& stream);
-
 PYCOMM_INLINE float max_magnitude(const float* __restrict x, size_t n) {
   uint32_t top = 0;
   for (size_t i = 0; i < n; i++) {
