@@ -697,19 +697,8 @@ void HostMoments::land(void* values, DType dtype, double unit, bool divides, int
 }
 
 void HostMoments::collect(float* sums, int) const {
-  for (const Matrix& m : matrices_) {
-    const Room room = room_of(m);
-    const float steps = room.numbers->steps;
-    const size_t behind = size_t{m.rows.all} + m.rows.columns;
-    float* const out = sums + m.sums_at;
-    std::copy(room.fresh, room.fresh + behind + kExtra, out);
-    for (size_t i = 0; steps > 0 && i < behind + kOwn; i++) {  // projections are of this step alone
-      out[i] = (room.since[i] + room.fresh[i]) / (steps + 1);
-    }
-    const float* const projections = room.fresh + behind + kOwn + 1;
-    const auto square = [&](size_t k) { return projections[k] * projections[k]; };
-    out[behind + kOwn] = Alone().total(kProjections, square);
-  }
+  Alone thread;
+  for (const Matrix& m : matrices_) write_means(thread, collect_params(m, sums));
 }
 
 void HostMoments::commit(const float* sums, const std::vector<Commit>& how, uint32_t ranks,
