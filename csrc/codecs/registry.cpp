@@ -85,10 +85,7 @@ std::unique_ptr<Codec> make_codec(std::string_view spec) {
   std::vector<std::string> known = codec_names();
   for (const CodecAlias& alias : kAliases) known.emplace_back(alias.name);
   std::sort(known.begin(), known.end());
-  const std::string near = codecs::closest(name, known);
-  throw Error("unknown codec \"" + std::string(name) +
-              "\": " + (near.empty() ? "the" : "did you mean \"" + near + "\"? The") +
-              " codecs are " + codecs::join(known));
+  throw Error("unknown codec \"" + std::string(name) + "\": the codecs are " + codecs::join(known));
 }
 
 std::vector<CodecAlias> codec_aliases() { return {std::begin(kAliases), std::end(kAliases)}; }

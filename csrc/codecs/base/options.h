@@ -31,6 +31,8 @@ class Options {
 
  private:
   const std::string* find(std::string_view option);
+  template <typename Number>
+  Number parsed(std::string_view option, Number otherwise, const char* what);
 
   std::string codec_;
   std::vector<std::pair<std::string, std::string>> given_;
@@ -39,11 +41,6 @@ class Options {
 
 /// Returns the texts with ", " between them.
 std::string join(const std::vector<std::string>& texts);
-
-/// Returns the name that somebody who wrote `word` may have meant, whatever its case; "" if none is
-/// alike. The first of those with the fewest edits: characters that are inserted, left out, other
-/// or swapped with the next.
-PYCOMM_API std::string closest(std::string_view word, const std::vector<std::string>& names);
 
 /// Returns the shortest text of this number, as Python writes it: "0.01", "1e-05", "1.0".
 std::string number_text(double number);
