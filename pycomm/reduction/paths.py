@@ -106,6 +106,8 @@ class Path:
 
 
 _NATIVE = tuple(CODECS)
+_KERNELS = tuple(name for name in CODECS if name != "lossless")
+"""Not of payloads whose size varies, which the host would have to read before they are sent."""
 CORE = Path(
     "core",
     "coded and exchanged by segments in C++",
@@ -120,7 +122,7 @@ PEERS = Path(
     "gpu",
     in_core=True,
     needs=_peers,
-    codecs=_NATIVE,
+    codecs=_KERNELS,
     kinds=("residual", "decay"),
 )
 BATCHED = Path(
@@ -136,11 +138,10 @@ KERNELS = Path(
     "all-gather",
     "gpu",
     needs=_kernels,
-    codecs=tuple(name for name in CODECS if name != "lossless"),
+    codecs=_KERNELS,
     kinds=("residual", "decay"),
     decides=True,
 )
-"""Not of payloads whose size varies, which the host would have to read before they are sent."""
 PAYLOADS = Path(
     "payloads",
     "coded one run at a time, payloads by the group's all-to-all and all-gather",

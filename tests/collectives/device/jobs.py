@@ -170,7 +170,6 @@ SPECS = [
     "sign",
     "mxfp8",
     "topk:0.05",
-    "lossless",
 ]
 
 
