@@ -18,33 +18,22 @@ struct Writer {
   float* scales;
   uint8_t* codes;
 
-  PYCOMM_INLINE Scale scale(size_t block, const float* x, size_t n) const {
-    return put(block, symmetric_scale(max_magnitude(x, n), T::kTop));
+  PYCOMM_INLINE Scale scale(size_t block, float amax) const {
+    const Scale s = symmetric_scale(amax, T::kTop);
+    scales[block] = s.unit;
+    return s;
   }
-  PYCOMM_INLINE Scale scale(size_t block, const float* x, const float* residual, size_t n,
-                            float* p) const {
-    return put(block, symmetric_scale(add_max_magnitude(x, residual, n, p), T::kTop));
-  }
-  PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, Scale s) const {
-    uint8_t* __restrict to = codes + lo;
-    for (size_t i = 0; i < n; i++) to[i] = static_cast<uint8_t>(T::round(p[i] * s.inv).code);
-  }
+  template <bool kFeedback>
   PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, Scale s,
                            float* __restrict new_residual) const {
     uint8_t* __restrict to = codes + lo;
     for (size_t i = 0; i < n; i++) {
       const Rounded rounded = T::round(p[i] * s.inv);
       to[i] = static_cast<uint8_t>(rounded.code);
-      new_residual[i] = p[i] - rounded.value * s.unit;
+      if (kFeedback) new_residual[i] = p[i] - rounded.value * s.unit;
     }
   }
   PYCOMM_INLINE void zero(size_t lo, size_t n) const { std::memset(codes + lo, 0, n); }
-
- private:
-  PYCOMM_INLINE Scale put(size_t block, Scale s) const {
-    scales[block] = s.unit;
-    return s;
-  }
 };
 
 template <typename T>

@@ -21,35 +21,18 @@ struct Writer {
   RandomKey key;
   uint64_t index;
 
-  PYCOMM_INLINE Scale scale(size_t block, const float* x, size_t n) const {
-    return put(block, max_magnitude(x, n));
-  }
-  PYCOMM_INLINE Scale scale(size_t block, const float* x, const float* residual, size_t n,
-                            float* __restrict p) const {
-    return put(block, add_max_magnitude(x, residual, n, p));
-  }
-  PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, Scale s) const {
-    write_block<false>(lo, p, n, s, nullptr);
-  }
-  PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, Scale s,
-                           float* new_residual) const {
-    write_block<true>(lo, p, n, s, new_residual);
+  PYCOMM_INLINE Scale scale(size_t block, float amax) const {
+    const Scale s = symmetric_scale(amax, static_cast<float>(top));
+    scales[block] = s.unit;
+    return s;
   }
   PYCOMM_INLINE void zero(size_t lo, size_t n) const {
     std::memset(codes.at(lo), 0, n);
     codes.written(lo + n);
   }
-
- private:
-  PYCOMM_INLINE Scale put(size_t block, float amax) const {
-    const Scale s = symmetric_scale(amax, static_cast<float>(top));
-    scales[block] = s.unit;
-    return s;
-  }
-
   template <bool kFeedback>
-  PYCOMM_INLINE void write_block(size_t lo, const float* __restrict p, size_t n, Scale s,
-                                 float* __restrict new_residual) const {
+  PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, Scale s,
+                           float* __restrict new_residual) const {
     alignas(64) uint32_t words[kRandom ? kMaxBlock : 1];
     if (kRandom) random_block(key, index + lo, n, words);
     uint8_t* __restrict q = codes.at(lo);

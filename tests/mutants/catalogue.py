@@ -230,7 +230,7 @@ RESIDUALS = (
     ),
     Mutant(
         "quant-residual-of-another-value",
-        "csrc/codecs/quant.cpp::Writer::write_block",
+        "csrc/codecs/quant.cpp::Writer::write",
         "p[i] - dequantize(code, s.unit)",
         "p[i]",
         "codecs/test_golden.py",
