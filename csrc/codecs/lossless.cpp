@@ -220,7 +220,6 @@ class Lossless final : public Codec {
     run(payload, out);
   }
 
-
   bool wide_;
 };
 

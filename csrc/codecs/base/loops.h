@@ -107,8 +107,7 @@ PYCOMM_INLINE void encode_blocks(const EncodeArgs& args, uint32_t block, const W
     const size_t n = count(lo);
     prefetch_block(args, lo, block);
     const float* const residual = residuals.load(lo, n);
-    const Scale scale =
-        writer.scale(index, add_max_magnitude(args.in.data + lo, residual, n, sum));
+    const Scale scale = writer.scale(index, add_max_magnitude(args.in.data + lo, residual, n, sum));
     if (scale.used) {
       writer.template write<true>(lo, sum, n, scale, residuals.fresh(lo));
     } else {
