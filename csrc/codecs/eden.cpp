@@ -6,7 +6,7 @@
 
 #include "codecs/base/bits.h"
 #include "codecs/base/block_launch.h"
-#include "codecs/base/registry.h"
+#include "codecs/base/options.h"
 #include "codecs/base/targets.h"
 #include "codecs/rotation/loops.h"
 

@@ -7,7 +7,6 @@
 #include "codecs/base/bits.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
-#include "codecs/base/registry.h"
 
 namespace pycomm::codecs::lossless {
 namespace {

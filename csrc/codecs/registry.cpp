@@ -1,8 +1,7 @@
 // Registry of codecs: the only list of them in C++, one line each, and the only one of short names.
-#include "codecs/base/registry.h"
-
 #include <algorithm>
 
+#include "codecs/base/options.h"
 #include "core/arithmetic.h"
 #include "core/error.h"
 

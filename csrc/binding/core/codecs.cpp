@@ -9,7 +9,6 @@
 #include "codecs/base/feedback.h"
 #include "codecs/base/launch.h"
 #include "codecs/convert.h"
-#include "codecs/cuda.h"
 #include "core/arithmetic.h"
 
 namespace py = pybind11;

@@ -1,13 +1,13 @@
 // Options of a codec spec: "quant:bits=4,block=128" is the name "quant" and two options.
 #pragma once
-#include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
-#include "core/types.h"
+#include "codecs/base/codec.h"
 
 namespace pycomm::codecs {
 
@@ -38,6 +38,10 @@ class Options {
   std::vector<std::pair<std::string, std::string>> given_;
   std::vector<std::string> asked_;
 };
+
+/// A function that makes a codec from its options. Each codec defines one, `make`, in its
+/// namespace; registry.cpp lists them.
+using Maker = std::unique_ptr<Codec>(Options& options);
 
 /// Returns the texts with ", " between them.
 std::string join(const std::vector<std::string>& texts);

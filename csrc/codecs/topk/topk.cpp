@@ -6,7 +6,6 @@
 
 #include "codecs/base/launch.h"
 #include "codecs/base/options.h"
-#include "codecs/base/registry.h"
 #include "codecs/topk/record.h"
 #include "codecs/topk/scratch.h"
 #include "core/error.h"

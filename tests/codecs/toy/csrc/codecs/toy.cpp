@@ -4,7 +4,6 @@
 #include "codecs/base/block_launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
-#include "codecs/base/registry.h"
 
 namespace pycomm::codecs::toy {
 namespace {
