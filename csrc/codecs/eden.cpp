@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "codecs/base/bits.h"
 #include "codecs/base/block_launch.h"
@@ -201,6 +202,21 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
     } else {
       std::memcpy(to, y, n * sizeof(float));
     }
+  }
+}
+
+/// Calls f with the bits of a format, as a type.
+template <typename F>
+void with_bits(const Format& format, F&& f) {
+  switch (format.bits) {
+    case 1:
+      return f(std::integral_constant<int, 1>{});
+    case 2:
+      return f(std::integral_constant<int, 2>{});
+    case 3:
+      return f(std::integral_constant<int, 3>{});
+    case 4:
+      return f(std::integral_constant<int, 4>{});
   }
 }
 

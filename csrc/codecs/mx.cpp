@@ -23,8 +23,7 @@ struct Type {
   static constexpr uint32_t kBlocks = kTile / kBlock;
 };
 
-/// Scales of the blocks of a tile. A block without an inverse has codes 0; its residual is all of p
-/// if its scale is 0, and it travels as NaN if not.
+/// Scales of the blocks of a tile; see BlockScale.
 template <typename T>
 struct Scales {
   float unit[T::kBlocks];
@@ -41,6 +40,11 @@ PYCOMM_INLINE void scale_tile(bool ceil, const float* p, size_t n, uint8_t* __re
                               float* super, Scales<T>& scales) {
   uint32_t amax[T::kBlocks];
   const size_t blocks = num_blocks(n, T::kBlock);
+  const auto put = [&](size_t b, const BlockScale& scale) __attribute__((always_inline)) {
+    codes[b] = static_cast<uint8_t>(scale.code);
+    scales.unit[b] = scale.unit;
+    scales.inv[b] = scale.inv;
+  };
   for (size_t b = 0; b < n / T::kBlock; b++) {
     amax[b] = float_bits(max_magnitude(p + b * T::kBlock, T::kBlock));
   }
@@ -52,21 +56,9 @@ PYCOMM_INLINE void scale_tile(bool ceil, const float* p, size_t n, uint8_t* __re
     for (size_t b = 0; b < blocks; b++) top = amax[b] > top ? amax[b] : top;
     const Scale second = super_scale(bits_float(top));
     *super = second.unit;
-    for (size_t b = 0; b < blocks; b++) {
-      const Rounded first =
-          second.used ? nv_scale(bits_float(amax[b]), bits_float(top)) : Rounded{0, 0.0f};
-      const float unit = first.value * second.unit;
-      codes[b] = static_cast<uint8_t>(first.code);
-      scales.unit[b] = unit;
-      scales.inv[b] = unit > 0.0f ? 1.0f / unit : 0.0f;
-    }
+    for (size_t b = 0; b < blocks; b++) put(b, nv_scale(amax[b], bits_float(top), second));
   } else {
-    for (size_t b = 0; b < blocks; b++) {
-      const uint32_t code = scale_code<typename T::Small>(amax[b], ceil);
-      codes[b] = static_cast<uint8_t>(code);
-      scales.unit[b] = decode_scale(code);
-      scales.inv[b] = inv_scale(code);
-    }
+    for (size_t b = 0; b < blocks; b++) put(b, mx_scale<typename T::Small>(amax[b], ceil));
   }
 }
 
