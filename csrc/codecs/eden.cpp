@@ -168,11 +168,8 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
     *scales++ = scale;
     if (residual) {
       read_block<kBits>(unpacked, scale, f.size_bits, y);
-      unrotate_block(signs, y, f.size_bits);
-      float* const fresh = residuals.fresh(lo);
-      // These two may be one buffer: then each value is read before it is written.
-#pragma GCC ivdep
-      for (size_t i = 0; i < n; i++) fresh[i] = residual_of(x[i] + residual[i], y[i], residual[i]);
+      const Sink sink{Then::store_residual, residuals.fresh(lo), x, residual};
+      unrotate_block(signs, y, n, f.size_bits, sink);
       residuals.store(lo, n);
     }
   }
@@ -181,7 +178,7 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
 
 template <int kBits>
 PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<float> out,
-                            bool add) {
+                            Then then) {
   alignas(64) float y[kMaxRotation];
   alignas(64) uint8_t unpacked[kMaxRotation];
   const size_t size = size_t{1} << f.size_bits;
@@ -195,13 +192,7 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
       unpack(kBits, codes + at * kBits / 8, count, unpacked + at);
     });
     read_block<kBits>(unpacked, *scales++, f.size_bits, y);
-    unrotate_block(RotationSigns(header, lo, size), y, f.size_bits);
-    float* __restrict to = out.data + lo;
-    if (add) {
-      for (size_t i = 0; i < n; i++) to[i] = to[i] + y[i];
-    } else {
-      std::memcpy(to, y, n * sizeof(float));
-    }
+    unrotate_block(RotationSigns(header, lo, size), y, n, f.size_bits, {then, out.data + lo});
   }
 }
 
@@ -247,7 +238,8 @@ class Eden final : public Codec {
     with_bits(format_, [&](auto bits) { encode_all<bits>(format_, args); });
   }
   void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool add) const override {
-    with_bits(format_, [&](auto bits) { decode_all<bits>(format_, payload, out, add); });
+    const Then then = add ? Then::add : Then::store;
+    with_bits(format_, [&](auto bits) { decode_all<bits>(format_, payload, out, then); });
   }
   void encode_cuda(const EncodeArgs& args) const override {
     EncodeParams params = encode_params(1, codes_offset(format_, args.in.size), args);

@@ -5,11 +5,12 @@
 
 namespace pycomm::codecs {
 
-/// The signs of `size` values, from the one at `value` of the payload on, of tensor 0 or another.
+/// Random bits, one for each of `size` values, from the one at `value` of the payload on: their
+/// signs, or another `stream` of bits.
 class Signs {
  public:
-  Signs(const RotationHeader& header, size_t value, size_t size, uint32_t tensor);
-  /// Returns those of the values from 32 * `place` on, the lowest bit first.
+  Signs(const RotationHeader& header, size_t value, size_t size, uint32_t stream = 0);
+  /// Returns the signs of the values from 32 * `place` on, the lowest bit first.
   PYCOMM_INLINE uint32_t operator[](size_t place) const { return words_[skip_ + place]; }
 
  private:
@@ -20,15 +21,26 @@ class Signs {
 /// Two sets of signs of a rotation.
 struct RotationSigns {
   RotationSigns(const RotationHeader& header, size_t value, size_t size)
-      : first(header, value, size, 0), second(header, value, size, kSecondTensor) {}
+      : first(header, value, size), second(header, value, size, kSecondTensor) {}
   Signs first, second;
+};
+
+/// Use of the values that a block decodes to.
+enum class Then : uint8_t { store, add, store_residual };
+
+struct Sink {
+  Then then = Then::store;
+  float* out = nullptr;             ///< values, or the new residual
+  const float* x = nullptr;         ///< store_residual: p = x + residual
+  const float* residual = nullptr;  ///< store_residual
 };
 
 /// Rotates x + residual (null: x). The n values are followed by zeros.
 void rotate_block(const RotationSigns& signs, const float* x, const float* residual, size_t n,
                   int size_bits, float* y);
 
-/// Inverts the rotation of y.
-void unrotate_block(const RotationSigns& signs, float* y, int size_bits);
+/// Inverts the rotation of y, which is overwritten: n values go to the sink.
+void unrotate_block(const RotationSigns& signs, float* y, size_t n, int size_bits,
+                    const Sink& sink);
 
 }  // namespace pycomm::codecs

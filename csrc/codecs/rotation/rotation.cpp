@@ -109,31 +109,84 @@ PYCOMM_INLINE void flip(const Signs& signs, uint32_t size, float scale, float* _
   }
 }
 
+template <Then kThen>
+PYCOMM_INLINE void finish(const Sink& sink, size_t i, float value) {
+  if (kThen == Then::store) sink.out[i] = value;
+  if (kThen == Then::add) sink.out[i] = sink.out[i] + value;
+  if (kThen == Then::store_residual) {
+    sink.out[i] = residual_of(sink.x[i] + sink.residual[i], value, sink.residual[i]);
+  }
+}
+
+template <Then kThen>
+PYCOMM_INLINE void finish_block(const Signs& signs, const float* __restrict y, size_t n,
+                                float scale, const Sink& sink) {
+  size_t lo = 0;
+  for (; lo + kSignsPerWord <= n; lo += kSignsPerWord) {
+    const uint32_t word = signs[lo / kSignsPerWord];
+#pragma GCC ivdep
+    for (uint32_t i = 0; i < kSignsPerWord; i++) {
+      finish<kThen>(sink, lo + i, signed_by(word, i, y[lo + i] * scale));
+    }
+  }
+  for (uint32_t i = 0; lo + i < n; i++) {
+    const float value = signed_by(signs[lo / kSignsPerWord], i, y[lo + i] * scale);
+    finish<kThen>(sink, lo + i, value);
+  }
+}
+
 }  // namespace
 
-Signs::Signs(const RotationHeader& header, size_t value, size_t size, uint32_t tensor) {
+Signs::Signs(const RotationHeader& header, size_t value, size_t size, uint32_t stream) {
   const uint64_t word = header.word + value / kSignsPerWord;
   skip_ = word % 4;
-  random_block({header.key, 0, tensor}, word - skip_, skip_ + size / kSignsPerWord, words_);
+  if (size == 0) return;  // no bits are requested
+  random_block({header.key, 0, stream}, word - skip_, skip_ + size / kSignsPerWord, words_);
 }
 
 PYCOMM_SIMD void rotate_block(const RotationSigns& signs, const float* x, const float* residual,
                               size_t n, int size_bits, float* __restrict y) {
   const uint32_t size = 1u << size_bits;
-  for (size_t i = 0; i < n; i++) y[i] = residual ? x[i] + residual[i] : x[i];
-  for (size_t i = n; i < size; i++) y[i] = 0.0f;
-  flip(signs.first, size, scale_before(size_bits), y);
+  const float scale = scale_before(size_bits);
+  size_t lo = 0;
+  for (; lo + kSignsPerWord <= n; lo += kSignsPerWord) {
+    const uint32_t word = signs.first[lo / kSignsPerWord];
+    if (residual) {
+      for (uint32_t i = 0; i < kSignsPerWord; i++) {
+        y[lo + i] = signed_by(word, i, (x[lo + i] + residual[lo + i]) * scale);
+      }
+    } else {
+      for (uint32_t i = 0; i < kSignsPerWord; i++) {
+        y[lo + i] = signed_by(word, i, x[lo + i] * scale);
+      }
+    }
+  }
+  for (; lo < size; lo += kSignsPerWord) {
+    for (uint32_t i = 0; i < kSignsPerWord; i++) {
+      float p = 0.0f;
+      if (lo + i < n) p = residual ? x[lo + i] + residual[lo + i] : x[lo + i];
+      y[lo + i] = signed_by(signs.first[lo / kSignsPerWord], i, p * scale);
+    }
+  }
   spread(y, size_bits);
   flip(signs.second, size, 1.0f, y);
   hadamard(y, size, size);
 }
 
-PYCOMM_SIMD void unrotate_block(const RotationSigns& signs, float* y, int size_bits) {
+PYCOMM_SIMD void unrotate_block(const RotationSigns& signs, float* y, size_t n, int size_bits,
+                                const Sink& sink) {
   const uint32_t size = 1u << size_bits;
   hadamard(y, size, size);
   flip(signs.second, size, scale_between(size_bits), y);
   spread(y, size_bits);
-  flip(signs.first, size, scale_after(size_bits), y);
+  const float scale = scale_after(size_bits);
+  switch (sink.then) {
+    case Then::store:
+      return finish_block<Then::store>(signs.first, y, n, scale, sink);
+    case Then::add:
+      return finish_block<Then::add>(signs.first, y, n, scale, sink);
+    case Then::store_residual:
+      return finish_block<Then::store_residual>(signs.first, y, n, scale, sink);
+  }
 }
-
 }  // namespace pycomm::codecs

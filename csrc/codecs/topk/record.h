@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "codecs/topk/select.h"
-#include "codecs/topk/topk.h"
+#include "codecs/topk/walk.h"
 
 namespace pycomm::codecs::topk {
 
@@ -114,43 +113,16 @@ inline void clear_padding(const Record& record, uint8_t* to) {
   std::memset(to + record.bytes - 4, 0, 4);
 }
 
-/// Passes the candidates that a cut chooses to the writer, in order.
-inline void write_chosen(const Candidates& candidates, Cut cut, Writer& writer) {
-  // Groups of chosen values move to the front, where they overwrite no later one.
-  uint32_t* index = candidates.index.get();
-  float* p = candidates.p.get();
-  size_t chosen = 0;
-  for (size_t i = 0; i < candidates.count; i++) {
-    const uint32_t bits = magnitude_bits(p[i]);
-    const bool tie = bits == cut.bits && cut.ties > 0;
-    cut.ties -= tie;
-    index[chosen] = index[i];
-    p[chosen] = p[i];
-    chosen += bits > cut.bits || tie;
-  }
-  for (size_t first = 0; first < chosen; first += kGroup) {
-    writer.group(index + first, p + first, std::min<size_t>(kGroup, chosen - first));
-  }
-}
-
-/// Writes the record of a cut and its residual, after Finder::find().
-inline void write_record(const Record& record, const Cut& cut, const Source& from,
-                         float* new_residual, Candidates& found, uint8_t* to) {
+inline void encode_record(const Record& record, const Cut& cut, const Source& from,
+                          float* new_residual, uint8_t* to) {
   if (cut.is_void) {
     write_void(record, to);
     if (from.residual) std::memmove(new_residual, from.residual, 4 * record.n);
     return;
   }
-  // The residual of values that are not chosen is all of p: the writer changes the others.
-  if (!found.whole) {
-    found.make_room(record.k);
-    collect(from, cut, new_residual, found);
-  } else if (new_residual && new_residual == from.residual) {
-    for (size_t i = 0; i < from.n; i++) new_residual[i] = from.x[i] + new_residual[i];
-  }
   clear_padding(record, to);
   Writer writer(record, to, new_residual);
-  write_chosen(found, cut, writer);
+  walk(from, cut, new_residual, writer);
 }
 
 // ------------------------------------------------------------------- decoding

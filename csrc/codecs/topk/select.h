@@ -3,13 +3,10 @@
 // A bracket around the k-th largest comes from a sample or from the chunk before. One pass counts
 // the values above it and keeps those inside; the k-th largest is then found among few. Where the
 // bracket was wrong, three histograms of 11, 11 and 9 bits find it instead: slower, never
-// different. Of a long record this pass keeps all values from the bracket on, with their places,
-// and later ones visit these alone: memory, which takes the time of long records, is read once.
-// Included by topk.cpp only.
+// different. Included by topk.cpp only.
 #pragma once
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 #include <memory>
 
 #include "codecs/base/loops.h"
@@ -20,7 +17,7 @@ namespace pycomm::codecs::topk {
 struct Cut {
   uint32_t bits = 0;
   size_t ties = 0;
-  bool is_void = false;  ///< a magnitude reaches the limit of the Finder
+  bool is_void = false;  ///< a magnitude reaches the limit of `find`
 };
 
 struct Source {
@@ -120,54 +117,6 @@ PYCOMM_SIMD Counts count(const Source& from, Bracket b, uint32_t* inside, size_t
 
 }  // namespace
 
-/// Values from a magnitude on, in the order of their places.
-struct Candidates {
-  size_t room = 0;
-  std::unique_ptr<uint32_t[]> index;
-  std::unique_ptr<float[]> p;
-  size_t count = 0;
-  bool whole = false;  ///< there was room for all of them
-
-  Source source() const { return {p.get(), nullptr, count}; }
-  void make_room(size_t most) {
-    if (most + kAtOnce <= room) return;
-    room = most + kAtOnce;
-    index.reset(new uint32_t[room]);
-    p.reset(new float[room]);
-  }
-};
-
-namespace {
-
-template <bool kFeedback>
-PYCOMM_SIMD void collect(const Source& from, Cut cut, float* sums, Candidates& to) {
-  size_t count = 0;
-  uint32_t* const index = to.index.get();
-  float* const p = to.p.get();
-  Step step;
-  size_t begin = 0;
-  for (; begin < from.n && count + kAtOnce <= to.room; begin += kAtOnce) {
-    step.load<kFeedback>(from, begin, from.n);
-    if (sums) std::memcpy(sums + begin, step.p, 4 * step.n);
-    step.for_each_from(cut.bits, [&](size_t i, uint32_t bits) {
-      if (bits == cut.bits && cut.ties == 0) return;
-      cut.ties -= bits == cut.bits;
-      index[count] = static_cast<uint32_t>(begin + i);
-      p[count++] = step.p[i];
-    });
-  }
-  to.count = count;
-  to.whole = begin >= from.n;
-}
-
-}  // namespace
-
-/// Fills `to` with what a cut chooses, while there is room. All p of a source with a residual go to
-/// `sums` if that is not null; it may be the residual.
-inline void collect(const Source& from, const Cut& cut, float* sums, Candidates& to) {
-  from.residual ? collect<true>(from, cut, sums, to) : collect<false>(from, cut, nullptr, to);
-}
-
 /// Returns the cut of the k largest, if the bracket holds the k-th; else false.
 inline bool cut_in(const Counts& counts, Bracket b, size_t k, uint32_t* inside, Cut& cut) {
   if (counts.overflow || k <= counts.above) return false;
@@ -265,29 +214,22 @@ inline Counts count_around(const Source& from, Bracket b, uint32_t* inside, size
 class Finder {
  public:
   /// `limit`: a record with a magnitude from here on is void.
-  explicit Finder(uint32_t limit) : limit_(limit) {}
+  Finder(size_t largest_record, uint32_t limit)
+      : limit_(limit),
+        room_(std::min(largest_record + kAtOnce, kRoom)),
+        scratch_(new uint32_t[room_]) {}
 
-  /// Returns the cut of the k largest of n, 1 <= k <= n. `found` gets candidates that contain them,
-  /// or is not whole; all p may be in `new_residual` then, if that is not the residual.
-  Cut find(const Source& from, size_t k, float* new_residual, Candidates& found) {
-    found.whole = false;
-    known_ = cut_by_bracket(from, k, new_residual, found) || cut_by_radix(from, k);
+  /// Returns the cut of the k largest of n, 1 <= k <= n.
+  Cut find(const Source& from, size_t k) {
+    known_ = cut_by_bracket(from, k) || cut_by_radix(from, k);
     return cut_;
   }
 
  private:
-  bool cut_by_bracket(const Source& from, size_t k, float* new_residual, Candidates& found) {
+  bool cut_by_bracket(const Source& from, size_t k) {
     Bracket b;
-    make_room(std::min(from.n + kAtOnce, kRoom));
     if (from.n > kSampled) {
       b = sampled_bracket(from, k, scratch_.get(), room_);
-      const size_t most = 2 * b.expected + 4096;
-      if (most <= from.n / 4) {
-        found.make_room(most);
-        collect(from, {b.low, SIZE_MAX}, new_residual == from.residual ? nullptr : new_residual,
-                found);
-      }
-      if (found.whole) make_room(found.count + kAtOnce);
     } else if (known_) {
       // The cut of this chunk is likely to be near that of the chunk before: on normal values this
       // margin is 3.5 standard deviations.
@@ -297,9 +239,8 @@ class Finder {
     } else {
       return false;
     }
-    const Source among = found.whole ? found.source() : from;
-    const Counts counts = count_around(among, b, scratch_.get(), room_);
-    if (!cut_in(counts, b, k, scratch_.get(), cut_)) return found.whole = false;
+    const Counts counts = count_around(from, b, scratch_.get(), room_);
+    if (!cut_in(counts, b, k, scratch_.get(), cut_)) return false;
     cut_.is_void = counts.top >= limit_;
     return true;
   }
@@ -309,14 +250,8 @@ class Finder {
     return !cut_.is_void;
   }
 
-  void make_room(size_t values) {
-    if (values <= room_) return;
-    scratch_.reset(new uint32_t[values]);
-    room_ = values;
-  }
-
   uint32_t limit_;
-  size_t room_ = 0;
+  size_t room_;
   std::unique_ptr<uint32_t[]> scratch_;
   Cut cut_;
   bool known_ = false;  ///< cut_ is that of the previous record
