@@ -133,6 +133,7 @@ class Cast final : public Codec {
     return format_.block == 0 ? text : text + ",block=" + std::to_string(format_.block);
   }
   int wire_version() const override { return kWireVersion; }
+  bool fuses_residual() const override { return true; }
   bool loads_residual() const override { return true; }
   bool fuses_sum() const override { return true; }
   size_t granule() const override {

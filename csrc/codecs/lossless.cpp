@@ -1,10 +1,10 @@
-// lossless on the CPU. A GPU has no kernels for it: payloads whose size the host has to read before
-// they are sent go by none of the paths that work beside a backward.
+// lossless on the CPU.
 #include "codecs/lossless.h"
 
 #include <algorithm>
 
 #include "codecs/base/bits.h"
+#include "codecs/base/launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
 
@@ -189,6 +189,17 @@ PYCOMM_SIMD void decode_all(Span<const uint8_t> payload, Span<float> out) {
   }
 }
 
+// ---------------------------------------------------- launches in CUDA (lossless.cu)
+
+constexpr size_t kTile = kRows * cuda::kRow;
+
+/// Computes places from heads.
+void launch_scan(const LosslessParams& params, const Stream& stream) {
+  launch("lossless", "lossless::sum_kernel", params, num_blocks(params.numel, kBlock), kSpan,
+         stream);
+  launch("lossless", "lossless::scan_kernel", params, 1, 1, stream);
+}
+
 class Lossless final : public Codec {
  public:
   explicit Lossless(bool wide) : wide_(wide) {}
@@ -204,6 +215,9 @@ class Lossless final : public Codec {
   size_t encoded_bytes(size_t numel) const override {
     return numel == 0 ? 0 : Layout(numel, wide_).bytes;
   }
+  size_t scratch_bytes(size_t numel) const override {
+    return numel == 0 ? 0 : Scratch(numel).bytes;
+  }
 
  private:
   void encode_cpu(const EncodeArgs& args) const override {
@@ -217,6 +231,23 @@ class Lossless final : public Codec {
     const auto run = wide_ ? (add ? decode_all<true, true> : decode_all<true, false>)
                            : (add ? decode_all<false, true> : decode_all<false, false>);
     run(payload, out);
+  }
+
+  void encode_cuda(const EncodeArgs& args) const override {
+    auto params = staged_params<LosslessParams>(args);
+    params.wide = wide_ ? 1 : 0;
+    launch("lossless", kernel_name("lossless::head_kernel", args.residual != nullptr), params,
+           args.in.size, kTile, args.stream);
+    launch_scan(params, args.stream);
+    launch("lossless", "lossless::pack_kernel", params, args.in.size, kTile, args.stream);
+  }
+  void decode_cuda(Span<const uint8_t> payload, Span<float> out, bool add,
+                   const Stream& stream) const override {
+    auto params = staged_params<LosslessParams>(payload, out, stream);
+    params.wide = wide_ ? 1 : 0;
+    launch_scan(params, stream);
+    launch("lossless", kernel_name("lossless::decode_kernel", add), params, out.size, kTile,
+           stream);
   }
 
   bool wide_;

@@ -1,7 +1,8 @@
 // lossless: float32, or float32 rounded to bfloat16, with the exponents of a block coded as offsets
-// from its largest. Wire format: docs/wire/lossless.md.
+// from its largest. Wire format: docs/wire/lossless.md. Compiled by gcc, nvcc and NVRTC.
 #pragma once
 #include "codecs/base/block.h"
+#include "codecs/base/params.h"
 #include "core/floats.h"
 #include "core/types.h"
 
@@ -89,5 +90,34 @@ PYCOMM_HD Choice choose(size_t n, bool all_equal, F&& escaped) {
   }
   return best;
 }
+
+// Working data of the CUDA kernels beside the payload.
+
+/// Blocks whose places are computed together: one for each lane of a warp.
+constexpr uint32_t kSpan = 32;
+
+/// Layout of the scratch memory. A block's size in the stream is two numbers: words of codes, then
+/// bytes of escaped exponents. The memory has them for all blocks, then for those before each span;
+/// then come the exponents of all values, a byte each.
+struct Scratch {
+  size_t spans;
+  size_t exponents;
+  size_t bytes;
+
+  PYCOMM_HD explicit Scratch(size_t numel) {
+    spans = 16;
+    exponents = spans + padded16(8 * num_blocks(num_blocks(numel, kBlock), kSpan));
+    bytes = exponents + padded16(numel);
+  }
+};
+
+/// Arguments of every kernel.
+struct LosslessParams : StagedParams {
+  uint32_t wide;  ///< 1: float32, 0: bfloat16
+};
+
+constexpr int kBlockRows = kBlock / cuda::kRow;
+constexpr int kBlocks = 2;  ///< of a warp
+constexpr int kRows = kBlocks * kBlockRows;
 
 }  // namespace pycomm::codecs::lossless

@@ -214,6 +214,7 @@ class Mx final : public Codec {
                                         : ",scale=floor");
   }
   int wire_version() const override { return kWireVersion; }
+  bool fuses_residual() const override { return true; }
   bool loads_residual() const override { return true; }
   bool fuses_sum() const override { return true; }
   size_t granule() const override { return format_.kind == Kind::nvfp4 ? kSuperBlock : kBlock; }

@@ -106,8 +106,6 @@ class Path:
 
 
 _NATIVE = tuple(CODECS)
-_KERNELS = tuple(name for name in CODECS if name != "lossless")
-"""Not of payloads whose size varies, which the host would have to read before they are sent."""
 CORE = Path(
     "core",
     "coded and exchanged by segments in C++",
@@ -122,7 +120,7 @@ PEERS = Path(
     "gpu",
     in_core=True,
     needs=_peers,
-    codecs=_KERNELS,
+    codecs=_NATIVE,
     kinds=("residual", "decay"),
 )
 BATCHED = Path(
@@ -138,10 +136,11 @@ KERNELS = Path(
     "all-gather",
     "gpu",
     needs=_kernels,
-    codecs=_KERNELS,
+    codecs=tuple(name for name in CODECS if name != "lossless"),
     kinds=("residual", "decay"),
     decides=True,
 )
+"""Not of payloads whose size varies, which the host would have to read before they are sent."""
 PAYLOADS = Path(
     "payloads",
     "coded one run at a time, payloads by the group's all-to-all and all-gather",

@@ -83,6 +83,8 @@ class Simple final : public Codec {
       if (pair->index < out.size) add(pair->index, pair->code);
     }
   }
+  void encode_cuda(const EncodeArgs&) const override {}
+  void decode_cuda(Span<const uint8_t>, Span<float>, bool, const Stream&) const override {}
 
   static constexpr size_t kHead = 4;  // of a payload of variable size: the bytes that it uses
 

@@ -17,7 +17,6 @@ from pycomm.bench.common import accelerator
 from pycomm.codecs import MX, Eden, Quant
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.base import Codec
-from pycomm.codecs.cuda.sources import has_kernels
 from pycomm.codecs.implementations import Reference, Unavailable, implementation
 from pycomm.codecs.philox import random_words
 from pycomm.codecs.rotation import HEADER
@@ -32,7 +31,6 @@ CPU = [("native", "cpu"), ("emulated-cuda", "cpu"), ("triton", "cpu")]
 GPU = accelerator.kind()
 CUDA = [(kind, GPU or "cuda") for kind in ("reference", "native", "nvrtc", "triton")]
 IMPLEMENTATIONS = CPU[:2] + CUDA if GPU else CPU
-WITHOUT_KERNELS = [("native", "cpu"), ("reference", "cpu"), ("reference", GPU or "cuda")]
 
 KEY = RandomKey(seed=0x0123456789ABCDEF, step=7, tensor=0xFEDCBA98)
 REFERENCE = Reference()
@@ -49,11 +47,9 @@ def skip_by_design(reason: str) -> None:
 
 
 def runner(codec: Codec, kind: str, device: str):
-    if codec.name == "lossless" and (kind, device) not in WITHOUT_KERNELS:
-        skip_by_design("it has no kernels")
     if kind == "emulated-cuda":
         return emulated_cuda
-    if kind == "triton" and codec.name == "topk":
+    if kind == "triton" and codec.name in ("lossless", "topk"):
         skip_by_design("it has no kernels in Triton")
     try:
         return implementation(codec.name, kind, device)
@@ -322,8 +318,7 @@ def test_bytes_of_ones_are_no_values(spec):
     Payloads of variable size are not decoded then: pycomm/reduction/payloads.py.
     """
     codec = pycomm.codec(spec)
-    emulated = (emulated_cuda,) if has_kernels(codec.name) else ()
-    for run in (REFERENCE, implementation(codec.name, "native", "cpu"), *emulated):
+    for run in (REFERENCE, implementation(codec.name, "native", "cpu"), emulated_cuda):
         for numel in (1, 33, 5000):
             payload = torch.full((codec.encoded_bytes(numel),), 0xFF, dtype=torch.uint8)
             out = torch.zeros(numel)

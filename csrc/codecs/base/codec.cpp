@@ -24,17 +24,7 @@ void check_call(const Codec& codec, const char* role, size_t bytes, size_t numel
               std::to_string(scratch) + "; ask scratch_bytes()");
 }
 
-[[noreturn]] void refuse_cuda(const Codec& codec) {
-  throw Error(codec.spec() +
-              ": it has no kernels on a GPU; pycomm.codec() codes device tensors in plain torch");
-}
-
 }  // namespace
-
-void Codec::encode_cuda(const EncodeArgs&) const { refuse_cuda(*this); }
-void Codec::decode_cuda(Span<const uint8_t>, Span<float>, bool, const Stream&) const {
-  refuse_cuda(*this);
-}
 
 void Codec::encode(const EncodeArgs& args) const {
   check_call(*this, "out", args.out.size, args.in.size, args.stream);

@@ -84,9 +84,11 @@ class PYCOMM_API Codec {
     return 0;
   }
 
-  /// True if encode() reads and writes stored residuals by itself.
+  /// True if the kernel that encodes on cuda reads and writes stored residuals.
+  virtual bool fuses_residual() const { return false; }
+  /// True if encode() on the CPU does so.
   virtual bool loads_residual() const { return false; }
-  /// True if the kernel that encodes on cuda also sums contributions.
+  /// True if the kernel also sums contributions.
   virtual bool fuses_sum() const { return false; }
 
   /// Encodes in one pass. With a residual: p = in + residual, out = code(p), new_residual = p -
@@ -103,10 +105,10 @@ class PYCOMM_API Codec {
 
   virtual void encode_cpu(const EncodeArgs& args) const = 0;
   virtual void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool add) const = 0;
-  // Both queue launches (base/launch.h), or throw Error if the codec has no kernels.
-  virtual void encode_cuda(const EncodeArgs& args) const;
+  // Both queue launches (base/launch.h).
+  virtual void encode_cuda(const EncodeArgs& args) const = 0;
   virtual void decode_cuda(Span<const uint8_t> payload, Span<float> out, bool add,
-                           const Stream& stream) const;
+                           const Stream& stream) const = 0;
 };
 
 /// A short name of a codec with one option, which more options may follow: "int4:block=64".

@@ -136,7 +136,7 @@ StoredResidual stored_residual(const Feedback& feedback) {
 
 void encode_cuda(const Codec& codec, const Feedback& feedback, EncodeArgs args) {
   const bool decays = feedback.kind == Kind::decay;
-  if (codec.loads_residual()) {
+  if (codec.fuses_residual()) {
     args.stored = stored_residual(feedback);
     return codec.encode(args);
   }
@@ -166,7 +166,7 @@ bool has_kernels(Kind kind) { return kind != Kind::momentum; }
 
 size_t scratch_bytes(const Codec& codec, const Feedback& feedback, size_t numel) {
   constexpr size_t kAlign = 256;
-  if (!feedback || is_plain(feedback) || codec.loads_residual()) return 0;
+  if (!feedback || is_plain(feedback) || codec.fuses_residual()) return 0;
   return (numel * sizeof(float) + kAlign - 1) / kAlign * kAlign;
 }
 

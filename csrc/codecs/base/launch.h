@@ -112,4 +112,28 @@ void launch(const char* codec, std::string kernel, const Params& params, size_t 
   run({codec, std::move(kernel), blocks, sizeof own, {bytes, bytes + sizeof own}, nullptr}, stream);
 }
 
+/// Returns the arguments of an encode of a codec with several kernels, with its own fields 0.
+template <typename Params>
+Params staged_params(const EncodeArgs& args) {
+  Params params{};
+  params.in = args.in.data;
+  params.residual = args.residual;
+  params.new_residual = args.new_residual;
+  params.payload = args.out.data;
+  params.scratch = args.stream.scratch.data;
+  params.numel = args.in.size;
+  return params;
+}
+
+/// As above, of a decode; kernels of decoding do not write the payload.
+template <typename Params>
+Params staged_params(Span<const uint8_t> payload, Span<float> out, const Stream& stream) {
+  Params params{};
+  params.out = out.data;
+  params.payload = const_cast<uint8_t*>(payload.data);
+  params.scratch = stream.scratch.data;
+  params.numel = out.size;
+  return params;
+}
+
 }  // namespace pycomm::codecs

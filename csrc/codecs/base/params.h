@@ -8,7 +8,7 @@
 
 namespace pycomm::codecs {
 
-/// Arguments of every encode kernel but those of topk.
+/// Arguments of every encode kernel of the codecs with one kernel.
 struct EncodeParams {
   Blocks blocks;
   const float* in;
@@ -36,7 +36,7 @@ struct EncodeParams {
   uint32_t swapped;        ///< not 0: the residuals are exchanged; see BatchHead
 };
 
-/// Arguments of every decode kernel but those of topk.
+/// Arguments of every decode kernel of the codecs with one kernel.
 struct DecodeParams {
   Blocks blocks;
   const float* scales;
@@ -48,6 +48,18 @@ struct DecodeParams {
   const uint32_t* header;  ///< as when encoding
   uint32_t rotation_bits;
   uint32_t add;  ///< eden: 1 if values are added to out
+};
+
+/// Arguments that all kernels of a codec with several share; its own struct adds to them.
+struct StagedParams {
+  Blocks blocks;
+  const float* in;
+  const float* residual;
+  float* new_residual;
+  float* out;  ///< of decoding
+  uint8_t* payload;
+  uint8_t* scratch;
+  uint64_t numel;
 };
 
 /// Blocks of up to 512 values fit in a tile of kSmall rows; a tile of kLarge rows takes any.

@@ -7,15 +7,7 @@
 namespace pycomm::codecs::topk {
 
 /// Arguments of every kernel.
-struct TopkParams {
-  Blocks blocks;
-  const float* in;
-  const float* residual;
-  float* new_residual;
-  float* out;  ///< of decoding
-  uint8_t* payload;
-  uint8_t* scratch;
-  uint64_t numel;
+struct TopkParams : StagedParams {
   uint64_t length;  ///< values of a record; the last may be shorter
   uint64_t k;       ///< of `length` values, those that travel
   uint64_t last_k;  ///< of a last, short record, those that travel

@@ -21,12 +21,10 @@ constexpr std::string_view kIndices[] = {"int32", "int12"};
 /// Launches of one call.
 class Launcher {
  public:
-  /// `flag` is the template argument of most kernels.
-  Launcher(const Format& format, uint8_t* payload, size_t numel, bool flag, const Stream& stream)
-      : params{}, flag_(flag), stream_(stream) {
-    params.payload = payload;
-    params.scratch = stream.scratch.data;
-    params.numel = numel;
+  /// `feedback` and `add` are the template argument of most kernels.
+  Launcher(const Format& format, const TopkParams& given, bool flag, const Stream& stream)
+      : params(given), flag_(flag), stream_(stream) {
+    const size_t numel = params.numel;
     params.length = format.length(numel);
     params.k = format.count(params.length);
     params.last_k = format.count(numel % params.length);
@@ -98,11 +96,8 @@ class TopK final : public Codec {
 
   void encode_cuda(const EncodeArgs& args) const override {
     const bool feedback = args.residual != nullptr;
+    const Launcher to(format_, staged_params<TopkParams>(args), feedback, args.stream);
     const size_t numel = args.in.size;
-    Launcher to(format_, args.out.data, numel, feedback, args.stream);
-    to.params.in = args.in.data;
-    to.params.residual = args.residual;
-    to.params.new_residual = args.new_residual;
     if (format_.chunks()) return to.flagged("encode_chunks", numel, kChunk / cuda::kWarps);
     to.start("clear_kernel", kCleared, kClearTile);
     if (feedback) {
@@ -121,9 +116,7 @@ class TopK final : public Codec {
   }
   void decode_cuda(Span<const uint8_t> payload, Span<float> out, bool add,
                    const Stream& stream) const override {
-    // Kernels of decoding do not write the payload.
-    Launcher to(format_, const_cast<uint8_t*>(payload.data), out.size, add, stream);
-    to.params.out = out.data;
+    const Launcher to(format_, staged_params<TopkParams>(payload, out, stream), add, stream);
     if (format_.chunks()) return to.flagged("decode_chunks", out.size, kChunk / cuda::kWarps);
     to.start("clear_kernel", kCleared, kClearTile);
     to.start("check_kernel", to.params.k, cuda::kLanes);

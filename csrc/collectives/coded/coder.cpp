@@ -207,7 +207,7 @@ size_t Coder::encode(Hop hop, const Part& part, const Floats& values, uint8_t* o
     const feedback::Feedback& feedback = hop == Hop::worker ? piece.worker : piece.owner;
     feedback::encode(*piece.codec, feedback.at(row, piece.numel, run.offset, run.numel), args,
                      scratch_);
-    out += piece.codec->variable() ? used_bytes(out) : args.out.size;
+    out += is_close(*piece.codec) ? used_bytes(out) : args.out.size;
   });
   return static_cast<size_t>(out - begin);
 }
@@ -219,7 +219,7 @@ void Coder::decode(const Part& part, Received& payload, const Floats& values, bo
     const Span<const uint8_t> in = payload.left;
     const size_t most = codec.encoded_bytes(run.numel);
     size_t bytes = most;
-    if (codec.variable()) bytes = in.size < sizeof(uint32_t) ? 0 : used_bytes(in.data);
+    if (is_close(codec)) bytes = in.size < sizeof(uint32_t) ? 0 : used_bytes(in.data);
     if (bytes > in.size || bytes > most || bytes % 4 != 0 || (bytes == 0 && most > 0)) {
       throw WireMismatch("rank " + std::to_string(payload.sender) + " sent a payload of " +
                          codec.spec() + " for " + std::to_string(run.numel) +

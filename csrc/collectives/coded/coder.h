@@ -33,6 +33,8 @@ struct CoderOptions {
   float* found_inf = nullptr;
   const float* swapped = nullptr;  ///< on a GPU: see codecs/base/batch.h
   OpTiming* timing = nullptr;      ///< gets the time that the host codes; null: nobody asks
+  /// Each payload has its largest size, as on a GPU: none may be read for its size.
+  bool fixed = false;
 };
 
 /// Throws Error unless each run lies in its piece and is cut where codecs and residuals allow it.
@@ -85,6 +87,10 @@ class PYCOMM_API Coder {
   };
 
   bool on_gpu() const { return options_.stream.device != Device::cpu; }
+  /// Returns true if a payload of a codec takes only the bytes that it states.
+  bool is_close(const Codec& codec) const {
+    return codec.variable() && !on_gpu() && !options_.fixed;
+  }
   /// Calls do_part(part) for one after the other; a run is never cut.
   template <typename F>
   void in_parts(Span<const PieceRun> runs, const F& do_part);

@@ -48,9 +48,6 @@ class DeviceGroup::Coded final : public coded::Exchange {
     const int rows = op == Op::reduce_scatter ? group.size() : 1;
     coded::check(name(op), args, static_cast<size_t>(rows));
     for (const Piece& piece : args.pieces) {
-      if (piece.codec->variable()) {
-        group.check(op).fail("takes no codec whose payloads vary in size: " + piece.codec->spec());
-      }
       for (const feedback::Feedback* one : {&piece.worker, &piece.owner}) {
         if (*one && !feedback::has_kernels(one->kind)) {
           group.check(op).fail("takes no feedback of the kind momentum; choose residual or decay");
@@ -133,6 +130,7 @@ void DeviceGroup::run_coded(Op op, const CodedArgs& args, void* out, Stream stre
   options.divisor = size_;
   options.stream = stream;
   options.found_inf = found_inf;
+  options.fixed = true;  // a peer may have left anything, if a barrier fails
   Coder coder(args, to, scratch_, options);
   Coded exchange(*this, op, args, plan, stream);
   coded::TwoShot(exchange, coder, plan).run();

@@ -41,6 +41,7 @@ pytestmark = pytest.mark.timeout(600)  # each compiler's first test waits for al
 SOURCES = {
     "cast": 20,
     "eden": 36,
+    "lossless": 7,
     "mx": 24,
     "quant": 30,
     "sign": 16,
@@ -49,10 +50,14 @@ SOURCES = {
 # Compilers take half a minute for each of these.
 LONG = () if FULL else ("eden", "mx")
 # And nvcc for each of the others up to a quarter of one: those of few kernels stand for them.
-BY_NVCC = list(SOURCES) if FULL else ["sign"]
+BY_NVCC = list(SOURCES) if FULL else ["lossless", "sign"]
 OPTIMIZERS = {"moments": 17, "adamw": 1}  # of csrc/optim
 every_arch = pytest.mark.parametrize("arch", ARCHS)
-TILED = [name for name in BY_NVCC if name != "topk"]  # their warps have a tile of rows each
+# Codecs of blocks with a scale.
+SCALED = [name for name in SOURCES if name != "lossless"]
+TILED = [
+    name for name in SCALED if name in BY_NVCC and name != "topk"
+]  # their warps have a tile of rows each
 every_source = pytest.mark.parametrize("name", BY_NVCC)
 
 
@@ -174,7 +179,7 @@ def test_cuda_kernels_are_exact(nvcc, name, arch):
     ptx = kept(nvcc(name), name, arch, "ptx").read_text()
     assert f".target sm_{arch}" in ptx
     assert inexact(ptx) == []
-    assert "div.rn.f32" in instructions(ptx)
+    assert ("div.rn.f32" in instructions(ptx)) == (name in SCALED)
 
 
 @every_arch
@@ -215,6 +220,19 @@ def test_topk_moves_16_bytes_at_a_time(nvcc, arch):
         if re.search("keep|refill|first|second|third|count|choose|encode_chunks", kernel):
             assert loads >= (8 if feedback or "first" in kernel else 4), kernel
         if "fill" in kernel or ("choose" in kernel and feedback):
+            assert stores >= 4, kernel
+
+
+@every_arch
+@pytest.mark.skipif("lossless" not in BY_NVCC, reason="make soak compiles lossless")
+def test_lossless_moves_16_bytes_at_a_time(nvcc, arch):
+    for kernel, (loads, stores) in wide_accesses(nvcc("lossless"), "lossless", arch).items():
+        flag = "Lb1E" in kernel  # with feedback, or accumulating
+        if "head_kernel" in kernel:
+            assert loads >= (8 if flag else 4), kernel
+            assert stores >= (4 if flag else 0), kernel
+        if "decode_kernel" in kernel:
+            assert loads >= (4 if flag else 0), kernel
             assert stores >= 4, kernel
 
 

@@ -170,6 +170,7 @@ SPECS = [
     "sign",
     "mxfp8",
     "topk:0.05",
+    "lossless",
 ]
 
 

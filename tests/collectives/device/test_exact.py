@@ -363,7 +363,7 @@ def test_overflow_in_the_cast_is_found_on_all_ranks(dtype, overflows):
     assert run(2, job) == [not overflows] * 2
 
 
-@pytest.mark.parametrize("spec", ["int8", "topk:0.05,indices=int12"])
+@pytest.mark.parametrize("spec", ["int8", "topk:0.05,indices=int12", "lossless"])
 def test_stages_change_nothing(spec):
     """With slots of a few kilobytes a tensor goes in many stages."""
     assert run(3, lambda c: jobs.coded(c, [spec]), coded_bytes=1 << 15) == by_channels(3, [spec])
@@ -377,14 +377,6 @@ def test_a_tensor_that_does_not_fit_is_refused():
             jobs.coded(c, ["topk:0.5"])
 
     run(2, job, coded_bytes=4096)
-
-
-def test_a_codec_whose_payloads_vary_in_size_is_refused():
-    def job(c):
-        with pytest.raises(pycomm.Error, match=r"vary in size: lossless:dtype=float32"):
-            jobs.coded(c, ["lossless"])
-
-    run(2, job)
 
 
 def test_other_codecs_are_a_mismatch():
