@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import operator
 from collections.abc import Iterable
@@ -29,12 +30,15 @@ def typed(what: str, value: Any, *types: type | None) -> None:
 
 def guess(word: str, known: Iterable[str]) -> str:
     """Return a question for an error, "did you mean 'int4'? ", or "" if no known word is alike."""
-    try:
-        from pycomm import _C
-    except ImportError:  # the planner runs without the core
-        return ""
-    near = _C.closest(word, list(known))
+    near = nearest(word, known)
     return f"did you mean {near!r}? " if near else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return the known word that is most alike, whatever its case; "" if none is."""
+    names = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(word.lower(), names, 1)
+    return names[near[0]] if near else ""
 
 
 def whole(what: str, value: Any, least: float = 0, most: float = math.inf) -> int:

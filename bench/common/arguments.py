@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pycomm import _C
+from pycomm.arguments import nearest
 from pycomm.bench.common import harness
 from pycomm.bench.lab import rates as link_rates
 
@@ -33,7 +34,7 @@ class Parser(argparse.ArgumentParser):
 def unknown(what: str, word: str, known: Iterable[str]) -> str:
     """Return a one-line error: the unknown word, the nearest known one, and all known ones."""
     names = list(known)
-    near = _C.closest(word, names)
+    near = nearest(word, names)
     guess = f", did you mean {near}?" if near else "."
     return f"there is no {what} {word!r}{guess} Use one of {', '.join(names)}"
 

@@ -4,7 +4,6 @@
 #include "codecs/base/block_launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
-#include "codecs/base/registry.h"
 
 namespace pycomm::codecs::cast {
 namespace {
@@ -18,33 +17,22 @@ struct Writer {
   float* scales;
   uint8_t* codes;
 
-  PYCOMM_INLINE Scale scale(size_t block, const float* x, size_t n) const {
-    return put(block, symmetric_scale(max_magnitude(x, n), T::kTop));
+  PYCOMM_INLINE Scale scale(size_t block, float amax) const {
+    const Scale s = symmetric_scale(amax, T::kTop);
+    scales[block] = s.unit;
+    return s;
   }
-  PYCOMM_INLINE Scale scale(size_t block, const float* x, const float* residual, size_t n,
-                            float* p) const {
-    return put(block, symmetric_scale(add_max_magnitude(x, residual, n, p), T::kTop));
-  }
-  PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, Scale s) const {
-    uint8_t* __restrict to = codes + lo;
-    for (size_t i = 0; i < n; i++) to[i] = static_cast<uint8_t>(T::round(p[i] * s.inv).code);
-  }
+  template <bool kFeedback>
   PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, Scale s,
                            float* __restrict new_residual) const {
     uint8_t* __restrict to = codes + lo;
     for (size_t i = 0; i < n; i++) {
       const Rounded rounded = T::round(p[i] * s.inv);
       to[i] = static_cast<uint8_t>(rounded.code);
-      new_residual[i] = p[i] - rounded.value * s.unit;
+      if (kFeedback) new_residual[i] = p[i] - rounded.value * s.unit;
     }
   }
   PYCOMM_INLINE void zero(size_t lo, size_t n) const { std::memset(codes + lo, 0, n); }
-
- private:
-  PYCOMM_INLINE Scale put(size_t block, Scale s) const {
-    scales[block] = s.unit;
-    return s;
-  }
 };
 
 template <typename T>
@@ -135,25 +123,6 @@ std::string type_name(Kind kind) {
 }
 std::string coder_name(const std::string& type) { return "cast::Coder<" + type + ">"; }
 
-void encode_cuda(const Format& format, const EncodeArgs& args) {
-  const std::string type = type_name(format.kind);
-  const size_t offset = codes_offset(format, args.in.size);
-  if (format.block) return launch_encode("cast", coder_name(type), format.block, offset, args);
-  launch("cast", kernel_name("cast::encode_plain", type, args.has_residual()),
-         encode_params(1, offset, args), args.in.size, kSmall * cuda::kRow, args.stream);
-}
-
-void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
-                 const Stream& stream) {
-  const std::string type = type_name(format.kind);
-  const size_t offset = codes_offset(format, out.size);
-  if (format.block) {
-    return launch_decode("cast", coder_name(type), format.block, offset, payload, out, add, stream);
-  }
-  launch("cast", kernel_name("cast::decode_plain", type, add),
-         decode_params(1, offset, payload, out), out.size, kSmall * cuda::kRow, stream);
-}
-
 class Cast final : public Codec {
  public:
   explicit Cast(const Format& format) : format_(format) {}
@@ -163,7 +132,6 @@ class Cast final : public Codec {
     const std::string text = std::string("cast:dtype=") + kNames[static_cast<int>(format_.kind)];
     return format_.block == 0 ? text : text + ",block=" + std::to_string(format_.block);
   }
-  Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
   bool fuses_residual() const override { return true; }
   bool loads_residual() const override { return true; }
@@ -173,24 +141,38 @@ class Cast final : public Codec {
   }
   size_t encoded_bytes(size_t numel) const override { return cast::encoded_bytes(format_, numel); }
 
-  void encode(const EncodeArgs& args) const override {
-    check_encode(*this, args);
-    if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
+ private:
+  void encode_cpu(const EncodeArgs& args) const override {
     with_type(format_.kind, [&](auto type) { encode_all<decltype(type)>(format_, args); });
     const size_t numel = args.in.size;
     zero_padding(args.out, codes_offset(format_, numel) + numel * code_bytes(format_.kind));
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
-              bool add) const override {
-    check_decode(*this, payload, out);
-    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, add, stream);
+  void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool add) const override {
     with_type(format_.kind, [&](auto type) {
       using Type = decltype(type);
       (add ? decode_all<Type, true> : decode_all<Type, false>)(format_, payload, out);
     });
   }
+  void encode_cuda(const EncodeArgs& args) const override {
+    const std::string type = type_name(format_.kind);
+    const uint32_t block = format_.block;
+    const size_t offset = codes_offset(format_, args.in.size);
+    if (block) return launch_encode("cast", coder_name(type), block, offset, args);
+    launch("cast", kernel_name("cast::encode_plain", type, args.has_residual()),
+           encode_params(1, offset, args), args.in.size, kSmall * cuda::kRow, args.stream);
+  }
+  void decode_cuda(Span<const uint8_t> payload, Span<float> out, bool add,
+                   const Stream& stream) const override {
+    const std::string type = type_name(format_.kind);
+    const uint32_t block = format_.block;
+    const size_t offset = codes_offset(format_, out.size);
+    if (block) {
+      return launch_decode("cast", coder_name(type), block, offset, payload, out, add, stream);
+    }
+    launch("cast", kernel_name("cast::decode_plain", type, add),
+           decode_params(1, offset, payload, out), out.size, kSmall * cuda::kRow, stream);
+  }
 
- private:
   Format format_;
 };
 

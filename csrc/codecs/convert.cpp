@@ -6,7 +6,6 @@
 
 #include "codecs/base/launch.h"
 #include "codecs/base/loops.h"
-#include "codecs/cuda.h"
 #include "core/arithmetic.h"
 #include "core/error.h"
 #include "core/float16.h"

@@ -5,7 +5,7 @@
 #include <unordered_map>
 
 #include "codecs/base/kernels_cuda.h"
-#include "codecs/cuda.h"
+#include "codecs/base/launch.h"
 #include "core/error.h"
 
 namespace pycomm::codecs {
@@ -42,9 +42,8 @@ void start(const Launch& launch, const Stream& stream) {
   }
 }
 
-void load_kernels(std::string_view prefix) {
+void load_kernels() {
   for (const auto& [name, kernel] : table()) {
-    if (name.substr(0, prefix.size()) != prefix) continue;
     cudaFuncAttributes about{};
     if (cudaFuncGetAttributes(&about, kernel.function) == cudaSuccess) continue;
     cudaGetLastError();  // clears the error for the next launch

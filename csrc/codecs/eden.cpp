@@ -3,13 +3,13 @@
 
 #include <cmath>
 #include <cstring>
+#include <type_traits>
 
 #include "codecs/base/bits.h"
 #include "codecs/base/block_launch.h"
-#include "codecs/base/registry.h"
+#include "codecs/base/options.h"
 #include "codecs/base/targets.h"
 #include "codecs/rotation/loops.h"
-#include "core/error.h"
 
 namespace pycomm::codecs::eden {
 namespace {
@@ -128,19 +128,11 @@ PYCOMM_INLINE void read_block(const uint8_t* codes, float scale, int size_bits,
   for (uint32_t i = 0; i < size; i++) y[i] = dequantize<kBits>(codes[i]) * scale;
 }
 
-template <int kBits>
-PYCOMM_INLINE void pack_block(uint8_t* codes, int size_bits, uint8_t* out) {
-  const uint32_t size = 1u << size_bits;
-  for (uint32_t lo = 0; lo < size; lo += kMaxBlock) {
-    pack(kBits, codes + lo, size - lo < kMaxBlock ? size - lo : kMaxBlock, out + lo * kBits / 8);
-  }
-}
-
-template <int kBits>
-PYCOMM_INLINE void unpack_block(const uint8_t* in, int size_bits, uint8_t* codes) {
-  const uint32_t size = 1u << size_bits;
-  for (uint32_t lo = 0; lo < size; lo += kMaxBlock) {
-    unpack(kBits, in + lo * kBits / 8, size - lo < kMaxBlock ? size - lo : kMaxBlock, codes + lo);
+/// Calls act(lo, n) for the parts of a rotation that are packed at once.
+template <typename Act>
+PYCOMM_INLINE void each_packed(size_t size, const Act& act) {
+  for (size_t lo = 0; lo < size; lo += kMaxBlock) {
+    act(lo, size - lo < kMaxBlock ? size - lo : kMaxBlock);
   }
 }
 
@@ -170,7 +162,9 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
     } else {
       std::memset(unpacked, 0, size);
     }
-    pack_block<kBits>(unpacked, f.size_bits, codes);
+    each_packed(size, [&](size_t at, size_t count) {
+      pack(kBits, unpacked + at, count, codes + at * kBits / 8);
+    });
     *scales++ = scale;
     if (residual) {
       read_block<kBits>(unpacked, scale, f.size_bits, y);
@@ -194,9 +188,26 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
   const uint8_t* codes = payload.data + codes_offset(f, out.size);
   for (size_t lo = 0; lo < out.size; lo += size, codes += code_bytes(f)) {
     const size_t n = out.size - lo < size ? out.size - lo : size;
-    unpack_block<kBits>(codes, f.size_bits, unpacked);
+    each_packed(size, [&](size_t at, size_t count) {
+      unpack(kBits, codes + at * kBits / 8, count, unpacked + at);
+    });
     read_block<kBits>(unpacked, *scales++, f.size_bits, y);
     unrotate_block(RotationSigns(header, lo, size), y, n, f.size_bits, {then, out.data + lo});
+  }
+}
+
+/// Calls f with the bits of a format, as a type.
+template <typename F>
+void with_bits(const Format& format, F&& f) {
+  switch (format.bits) {
+    case 1:
+      return f(std::integral_constant<int, 1>{});
+    case 2:
+      return f(std::integral_constant<int, 2>{});
+    case 3:
+      return f(std::integral_constant<int, 3>{});
+    case 4:
+      return f(std::integral_constant<int, 4>{});
   }
 }
 
@@ -205,27 +216,6 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
 /// Returns the bits of a size that has kernels of its own, else 0.
 int known_size(const Format& format) {
   return format.size_bits == 7 || format.size_bits == 10 ? format.size_bits : 0;
-}
-
-void encode_cuda(const Format& format, const EncodeArgs& args) {
-  EncodeParams params = encode_params(1, codes_offset(format, args.in.size), args);
-  params.header = reinterpret_cast<uint32_t*>(args.out.data);
-  params.scales = reinterpret_cast<float*>(args.out.data + kHeaderBytes);
-  params.key = rotation_key(args.key.seed, args.key.step, args.key.tensor);
-  params.rotation_bits = format.size_bits;
-  launch("eden", kernel_name("eden::encode_kernel", format.bits, known_size(format), format.mmse),
-         params, args.in.size, kTile, args.stream);
-}
-
-void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
-                 const Stream& stream) {
-  DecodeParams params = decode_params(1, codes_offset(format, out.size), payload, out);
-  params.header = reinterpret_cast<const uint32_t*>(payload.data);
-  params.scales = reinterpret_cast<const float*>(payload.data + kHeaderBytes);
-  params.rotation_bits = format.size_bits;
-  params.add = add;
-  launch("eden", kernel_name("eden::decode_kernel", format.bits, known_size(format)), params,
-         out.size, kTile, stream);
 }
 
 class Eden final : public Codec {
@@ -238,29 +228,41 @@ class Eden final : public Codec {
            ",size=" + std::to_string(1 << format_.size_bits) +
            ",scale=" + (format_.mmse ? "mmse" : "unbiased");
   }
-  Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
   bool fuses_residual() const override { return true; }
   bool loads_residual() const override { return true; }
   size_t granule() const override { return size_t{1} << format_.size_bits; }
   size_t encoded_bytes(size_t numel) const override { return eden::encoded_bytes(format_, numel); }
 
-  void encode(const EncodeArgs& args) const override {
-    check_encode(*this, args);
-    if (args.in.size == 0) return;
-    if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
+ private:
+  void encode_cpu(const EncodeArgs& args) const override {
     with_bits(format_, [&](auto bits) { encode_all<bits>(format_, args); });
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
-              bool add) const override {
-    check_decode(*this, payload, out);
-    if (out.size == 0) return;
-    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, add, stream);
+  void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool add) const override {
     const Then then = add ? Then::add : Then::store;
     with_bits(format_, [&](auto bits) { decode_all<bits>(format_, payload, out, then); });
   }
+  void encode_cuda(const EncodeArgs& args) const override {
+    EncodeParams params = encode_params(1, codes_offset(format_, args.in.size), args);
+    params.header = reinterpret_cast<uint32_t*>(args.out.data);
+    params.scales = reinterpret_cast<float*>(args.out.data + kHeaderBytes);
+    params.key = rotation_key(args.key.seed, args.key.step, args.key.tensor);
+    params.rotation_bits = format_.size_bits;
+    launch("eden",
+           kernel_name("eden::encode_kernel", format_.bits, known_size(format_), format_.mmse),
+           params, args.in.size, kTile, args.stream);
+  }
+  void decode_cuda(Span<const uint8_t> payload, Span<float> out, bool add,
+                   const Stream& stream) const override {
+    DecodeParams params = decode_params(1, codes_offset(format_, out.size), payload, out);
+    params.header = reinterpret_cast<const uint32_t*>(payload.data);
+    params.scales = reinterpret_cast<const float*>(payload.data + kHeaderBytes);
+    params.rotation_bits = format_.size_bits;
+    params.add = add;
+    launch("eden", kernel_name("eden::decode_kernel", format_.bits, known_size(format_)), params,
+           out.size, kTile, stream);
+  }
 
- private:
   Format format_;
 };
 

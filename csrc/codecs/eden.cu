@@ -16,7 +16,7 @@ class Codes {
 
   /// Called by all lanes of a warp; `there` if the payload has the row.
   __device__ void store(int row, bool there, uint32_t chunk) const {
-    const bool even = lane_of() % 2 == 0;
+    const bool even = lane_of_warp() % 2 == 0;
     uint32_t whole = chunk;
     if (kBits % 2 != 0) {  // an even lane writes the byte that it shares
       const uint32_t other = __shfl_xor_sync(~0u, chunk, 1);
@@ -36,7 +36,7 @@ class Codes {
     const uint8_t* const at = at_ + row * kBytes;
     if (kBits == 4) return *reinterpret_cast<const uint16_t*>(at);
     const uint32_t whole = kBits == 3 ? at[0] | at[1] << 8 : at[0];
-    return kBits == 2 ? whole : whole >> lane_of() % 2 * 4;
+    return kBits == 2 ? whole : whole >> lane_of_warp() % 2 * 4;
   }
 
  private:
@@ -52,7 +52,7 @@ class Levels {
   /// Called by all lanes of a warp, as of().
   __device__ __forceinline__ Levels() {
     if constexpr (kBits > 2) {
-      const float edge = static_cast<float>(lane_of()) * kWidth - kWidth / 2;
+      const float edge = static_cast<float>(lane_of_warp()) * kWidth - kWidth / 2;
       for (int i = 0; i + 1 < num_levels(kBits); i++) {
         const bool beyond = edge >= border(kBits, i);
         level_ = beyond ? level(kBits, i + 1) : level_;
@@ -124,7 +124,7 @@ __device__ __forceinline__ cuda::Vector<float> decode_row(uint32_t chunk, float 
       value.v[k] = (chunk >> ((k + 1) * kBits - 1) & 1) != 0 ? -v : v;
     }
   } else {
-    const float mine = dequantize<kBits>(lane_of());  // lanes have the levels of all codes
+    const float mine = dequantize<kBits>(lane_of_warp());  // lanes have the levels of all codes
     for (int k = 0; k < cuda::kVector; k++) {
       value.v[k] = bits_float(__shfl_sync(~0u, float_bits(mine), chunk >> k * kBits)) * scale;
     }

@@ -2,10 +2,6 @@
 // are optimal for the normal distribution. Wire format: docs/wire/eden.md. Everything that
 // determines the bits is here and in rotation.h, compiled by gcc, nvcc and NVRTC.
 #pragma once
-#ifndef __CUDACC_RTC__
-#include <type_traits>
-#endif
-
 #include "codecs/base/block.h"
 #include "codecs/rotation/rotation.h"
 #include "core/types.h"
@@ -100,22 +96,5 @@ PYCOMM_HD float exponent_of(float amax) { return bits_float(float_bits(amax) & k
 PYCOMM_HD float inverse_exponent(float exponent) {
   return bits_float((254u << 23) - float_bits(exponent));
 }
-
-#ifndef __CUDACC_RTC__
-/// Calls f with the bits of a format, as a type.
-template <typename F>
-void with_bits(const Format& format, F&& f) {
-  switch (format.bits) {
-    case 1:
-      return f(std::integral_constant<int, 1>{});
-    case 2:
-      return f(std::integral_constant<int, 2>{});
-    case 3:
-      return f(std::integral_constant<int, 3>{});
-    case 4:
-      return f(std::integral_constant<int, 4>{});
-  }
-}
-#endif
 
 }  // namespace pycomm::codecs::eden

@@ -7,24 +7,26 @@
 
 namespace pycomm::codecs::stored {
 
-__device__ __forceinline__ void decay(const LoadParams& args, cuda::Vector<float>& value) {
-  if (args.decays == 0) return;
-  for (int k = 0; k < cuda::kVector; k++) value.v[k] = args.decay * value.v[k];
-}
-
 template <typename Form>
 __global__ void __launch_bounds__(cuda::kThreads) load_kernel(const Batch<LoadParams> batch) {
   const LoadParams args = tensor_of_block(batch);
-  const auto* in = reinterpret_cast<const typename Form::Code*>(args.stored);
+  using Code = typename Form::Code;
+  const auto* in = Form::kBlocks ? nullptr : reinterpret_cast<const Code*>(args.stored);
   const cuda::Tile<kRows> tile(block_of(args), args.numel, in, args.out);
   if (tile.empty()) return;
-  cuda::Vector<typename Form::Code> code[kRows];
-  tile.load(in, code);
+  cuda::Vector<Code> code[kRows];
+  if (!Form::kBlocks) tile.load(in, code);
   cuda::Vector<float> value[kRows];
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
-    for (int k = 0; k < cuda::kVector; k++) value[row].v[k] = Form::decode(code[row].v[k]);
-    decay(args, value[row]);
+    if constexpr (Form::kBlocks) {
+      value[row] = load_int8(args.stored, tile.index(row), args.numel);
+    } else {
+      for (int k = 0; k < cuda::kVector; k++) value[row].v[k] = Form::decode(code[row].v[k]);
+    }
+    for (int k = 0; args.decays != 0 && k < cuda::kVector; k++) {
+      value[row].v[k] = args.decay * value[row].v[k];
+    }
   }
   tile.store(args.out, args.numel, value);
 }
@@ -32,52 +34,32 @@ __global__ void __launch_bounds__(cuda::kThreads) load_kernel(const Batch<LoadPa
 template <typename Form>
 __global__ void __launch_bounds__(cuda::kThreads) store_kernel(const Batch<StoreParams> batch) {
   const StoreParams args = tensor_of_block(batch);
-  auto* out = reinterpret_cast<typename Form::Code*>(args.stored);
+  using Code = typename Form::Code;
+  auto* out = Form::kBlocks ? nullptr : reinterpret_cast<Code*>(args.stored);
   const cuda::Tile<kRows> tile(block_of(args), args.numel, args.in, out);
   if (tile.empty()) return;
   cuda::Vector<float> value[kRows];
-  tile.load(args.in, value);
-  cuda::Vector<typename Form::Code> code[kRows];
-#pragma unroll
-  for (int row = 0; row < kRows; row++) {
-    for (int k = 0; k < cuda::kVector; k++) code[row].v[k] = Form::encode(value[row].v[k]);
-  }
-  tile.store(out, args.numel, code);
-}
-
-__global__ void __launch_bounds__(cuda::kThreads) load_blocks(const Batch<LoadParams> batch) {
-  const LoadParams args = tensor_of_block(batch);
-  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.out);
-  if (tile.empty()) return;
-  cuda::Vector<float> value[kRows];
-#pragma unroll
-  for (int row = 0; row < kRows; row++) {
-    value[row] = load_int8(args.stored, tile.index(row), args.numel);
-    decay(args, value[row]);
-  }
-  tile.store(args.out, args.numel, value);
-}
-
-__global__ void __launch_bounds__(cuda::kThreads) store_blocks(const Batch<StoreParams> batch) {
-  const StoreParams args = tensor_of_block(batch);
-  const cuda::Tile<kRows> tile(block_of(args), args.numel, args.in);
-  if (tile.empty()) return;
-  cuda::Vector<float> value[kRows];
   tile.load(args.in, value);  // beyond the end zeros, as the rest of a block is stored
+  cuda::Vector<Code> code[kRows];
 #pragma unroll
   for (int row = 0; row < kRows; row++) {
-    store_int8(args.stored, tile.index(row), args.numel, value[row]);
+    if constexpr (Form::kBlocks) {
+      store_int8(args.stored, tile.index(row), args.numel, value[row]);
+    } else {
+      for (int k = 0; k < cuda::kVector; k++) code[row].v[k] = Form::encode(value[row].v[k]);
+    }
   }
+  if (!Form::kBlocks) tile.store(out, args.numel, code);
 }
 
 }  // namespace pycomm::codecs::stored
 
 namespace pycomm::codecs {
 
-PYCOMM_KERNELS(feedback, PYCOMM_KERNEL(stored::load_kernel<stored::Float32>),
-               PYCOMM_KERNEL(stored::load_kernel<stored::BFloat16>),
-               PYCOMM_KERNEL(stored::store_kernel<stored::Float32>),
-               PYCOMM_KERNEL(stored::store_kernel<stored::BFloat16>),
-               PYCOMM_KERNEL(stored::load_blocks), PYCOMM_KERNEL(stored::store_blocks));
+#define FORM(Form)                                  \
+  PYCOMM_KERNEL(stored::load_kernel<stored::Form>), \
+      PYCOMM_KERNEL(stored::store_kernel<stored::Form>)
+PYCOMM_KERNELS(feedback, FORM(Float32), FORM(BFloat16), FORM(Int8));
+#undef FORM
 
 }  // namespace pycomm::codecs

@@ -7,8 +7,6 @@
 #include "codecs/base/launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
-#include "codecs/base/registry.h"
-#include "core/error.h"
 
 namespace pycomm::codecs::lossless {
 namespace {
@@ -202,23 +200,6 @@ void launch_scan(const LosslessParams& params, const Stream& stream) {
   launch("lossless", "lossless::scan_kernel", params, 1, 1, stream);
 }
 
-void encode_cuda(bool wide, const EncodeArgs& args) {
-  auto params = staged_params<LosslessParams>(args);
-  params.wide = wide ? 1 : 0;
-  launch("lossless", kernel_name("lossless::head_kernel", args.residual != nullptr), params,
-         args.in.size, kTile, args.stream);
-  launch_scan(params, args.stream);
-  launch("lossless", "lossless::pack_kernel", params, args.in.size, kTile, args.stream);
-}
-
-void decode_cuda(bool wide, Span<const uint8_t> payload, Span<float> out, bool add,
-                 const Stream& stream) {
-  auto params = staged_params<LosslessParams>(payload, out, stream);
-  params.wide = wide ? 1 : 0;
-  launch_scan(params, stream);
-  launch("lossless", kernel_name("lossless::decode_kernel", add), params, out.size, kTile, stream);
-}
-
 class Lossless final : public Codec {
  public:
   explicit Lossless(bool wide) : wide_(wide) {}
@@ -227,7 +208,6 @@ class Lossless final : public Codec {
   std::string spec() const override {
     return wide_ ? "lossless:dtype=float32" : "lossless:dtype=bfloat16";
   }
-  Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
   bool loads_residual() const override { return true; }
   size_t granule() const override { return kBlock; }
@@ -239,34 +219,35 @@ class Lossless final : public Codec {
     return numel == 0 ? 0 : Scratch(numel).bytes;
   }
 
-  void encode(const EncodeArgs& args) const override {
-    check_encode(*this, args);
-    check_call(args.in.size, args.stream);
-    if (args.in.size == 0) return;
-    if (args.stream.device == Device::cuda) return encode_cuda(wide_, args);
+ private:
+  void encode_cpu(const EncodeArgs& args) const override {
     if (args.has_residual()) {
       (wide_ ? encode_all<true, true> : encode_all<false, true>)(args);
     } else {
       (wide_ ? encode_all<true, false> : encode_all<false, false>)(args);
     }
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
-              bool add) const override {
-    check_decode(*this, payload, out);
-    check_call(out.size, stream);
-    if (out.size == 0) return;
-    if (stream.device == Device::cuda) return decode_cuda(wide_, payload, out, add, stream);
+  void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool add) const override {
     const auto run = wide_ ? (add ? decode_all<true, true> : decode_all<true, false>)
                            : (add ? decode_all<false, true> : decode_all<false, false>);
     run(payload, out);
   }
 
- private:
-  void check_call(size_t numel, const Stream& stream) const {
-    check_scratch(*this, numel, stream);
-    if (encoded_bytes(numel) > UINT32_MAX) {
-      throw Error(spec() + ": a payload counts its bytes in 32 bits; cut the tensor");
-    }
+  void encode_cuda(const EncodeArgs& args) const override {
+    auto params = staged_params<LosslessParams>(args);
+    params.wide = wide_ ? 1 : 0;
+    launch("lossless", kernel_name("lossless::head_kernel", args.residual != nullptr), params,
+           args.in.size, kTile, args.stream);
+    launch_scan(params, args.stream);
+    launch("lossless", "lossless::pack_kernel", params, args.in.size, kTile, args.stream);
+  }
+  void decode_cuda(Span<const uint8_t> payload, Span<float> out, bool add,
+                   const Stream& stream) const override {
+    auto params = staged_params<LosslessParams>(payload, out, stream);
+    params.wide = wide_ ? 1 : 0;
+    launch_scan(params, stream);
+    launch("lossless", kernel_name("lossless::decode_kernel", add), params, out.size, kTile,
+           stream);
   }
 
   bool wide_;

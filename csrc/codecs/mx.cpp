@@ -5,7 +5,6 @@
 #include "codecs/base/block_launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
-#include "codecs/base/registry.h"
 
 namespace pycomm::codecs::mx {
 namespace {
@@ -24,8 +23,7 @@ struct Type {
   static constexpr uint32_t kBlocks = kTile / kBlock;
 };
 
-/// Scales of the blocks of a tile. A block without an inverse has codes 0; its residual is all of p
-/// if its scale is 0, and it travels as NaN if not.
+/// Scales of the blocks of a tile; see BlockScale.
 template <typename T>
 struct Scales {
   float unit[T::kBlocks];
@@ -42,6 +40,11 @@ PYCOMM_INLINE void scale_tile(bool ceil, const float* p, size_t n, uint8_t* __re
                               float* super, Scales<T>& scales) {
   uint32_t amax[T::kBlocks];
   const size_t blocks = num_blocks(n, T::kBlock);
+  const auto put = [&](size_t b, const BlockScale& scale) __attribute__((always_inline)) {
+    codes[b] = static_cast<uint8_t>(scale.code);
+    scales.unit[b] = scale.unit;
+    scales.inv[b] = scale.inv;
+  };
   for (size_t b = 0; b < n / T::kBlock; b++) {
     amax[b] = float_bits(max_magnitude(p + b * T::kBlock, T::kBlock));
   }
@@ -53,21 +56,9 @@ PYCOMM_INLINE void scale_tile(bool ceil, const float* p, size_t n, uint8_t* __re
     for (size_t b = 0; b < blocks; b++) top = amax[b] > top ? amax[b] : top;
     const Scale second = super_scale(bits_float(top));
     *super = second.unit;
-    for (size_t b = 0; b < blocks; b++) {
-      const Rounded first =
-          second.used ? nv_scale(bits_float(amax[b]), bits_float(top)) : Rounded{0, 0.0f};
-      const float unit = first.value * second.unit;
-      codes[b] = static_cast<uint8_t>(first.code);
-      scales.unit[b] = unit;
-      scales.inv[b] = unit > 0.0f ? 1.0f / unit : 0.0f;
-    }
+    for (size_t b = 0; b < blocks; b++) put(b, nv_scale(amax[b], bits_float(top), second));
   } else {
-    for (size_t b = 0; b < blocks; b++) {
-      const uint32_t code = scale_code<typename T::Small>(amax[b], ceil);
-      codes[b] = static_cast<uint8_t>(code);
-      scales.unit[b] = decode_scale(code);
-      scales.inv[b] = inv_scale(code);
-    }
+    for (size_t b = 0; b < blocks; b++) put(b, mx_scale<typename T::Small>(amax[b], ceil));
   }
 }
 
@@ -183,62 +174,32 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
   }
 }
 
-/// Calls `f` with the Type of `kind`.
+/// Calls `f` with the Type of `kind`, and the name of its element in those of kernels (mx.cu).
 template <typename F>
 void with_type(Kind kind, const F& f) {
   switch (kind) {
     case Kind::fp8_e4m3:
-      return f(Type<Float8E4M3, false>());
+      return f(Type<Float8E4M3, false>(), "pycomm::Float8E4M3");
     case Kind::fp8_e5m2:
-      return f(Type<Float8E5M2, false>());
+      return f(Type<Float8E5M2, false>(), "pycomm::Float8E5M2");
     case Kind::fp6_e2m3:
-      return f(Type<Float6E2M3, false>());
+      return f(Type<Float6E2M3, false>(), "pycomm::Float6E2M3");
     case Kind::fp6_e3m2:
-      return f(Type<Float6E3M2, false>());
+      return f(Type<Float6E3M2, false>(), "pycomm::Float6E3M2");
     case Kind::fp4_e2m1:
-      return f(Type<Float4E2M1, false>());
+      return f(Type<Float4E2M1, false>(), "pycomm::Float4E2M1");
     case Kind::nvfp4:
-      return f(Type<Float4E2M1, true>());
+      return f(Type<Float4E2M1, true>(), "pycomm::Float4E2M1");
   }
 }
 
-// ---------------------------------------------------- launches in CUDA (mx.cu)
-
-/// Returns the element's name, and true for nvfp4.
-std::pair<std::string, bool> element_of(Kind kind) {
-  switch (kind) {
-    case Kind::fp8_e4m3:
-      return {"pycomm::Float8E4M3", false};
-    case Kind::fp8_e5m2:
-      return {"pycomm::Float8E5M2", false};
-    case Kind::fp6_e2m3:
-      return {"pycomm::Float6E2M3", false};
-    case Kind::fp6_e3m2:
-      return {"pycomm::Float6E3M2", false};
-    case Kind::fp4_e2m1:
-      return {"pycomm::Float4E2M1", false};
-    case Kind::nvfp4:
-      break;
-  }
-  return {"pycomm::Float4E2M1", true};
-}
-
-void encode_cuda(const Format& format, const EncodeArgs& args) {
-  const auto [element, nv] = element_of(format.kind);
-  EncodeParams params =
-      encode_params(block(format.kind), codes_offset(format.kind, args.in.size), args);
-  params.options = format.ceil ? 1 : 0;
-  const bool feedback = args.has_residual();
-  launch("mx", kernel_name("mx::encode_kernel", element, nv, feedback), params, args.in.size,
-         kSmall * cuda::kRow, args.stream);
-}
-
-void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
-                 const Stream& stream) {
-  const auto [element, nv] = element_of(format.kind);
-  launch("mx", kernel_name("mx::decode_kernel", element, nv, add),
-         decode_params(block(format.kind), codes_offset(format.kind, out.size), payload, out),
-         out.size, kSmall * cuda::kRow, stream);
+/// Returns the name of a kernel.
+std::string kernel_of(const char* kernel, Kind kind, bool flag) {
+  std::string name;
+  with_type(kind, [&](auto type, const std::string& element) {
+    name = kernel_name(kernel, element, decltype(type)::kNv, flag);
+  });
+  return name;
 }
 
 class Mx final : public Codec {
@@ -252,7 +213,6 @@ class Mx final : public Codec {
             : format_.ceil              ? ",scale=ceil"
                                         : ",scale=floor");
   }
-  Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
   bool fuses_residual() const override { return true; }
   bool loads_residual() const override { return true; }
@@ -262,26 +222,34 @@ class Mx final : public Codec {
     return mx::encoded_bytes(format_.kind, numel);
   }
 
-  void encode(const EncodeArgs& args) const override {
-    check_encode(*this, args);
-    if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
-    with_type(format_.kind, [&](auto type) { encode_all<decltype(type)>(format_, args); });
+ private:
+  void encode_cpu(const EncodeArgs& args) const override {
+    with_type(format_.kind, [&](auto type, auto) { encode_all<decltype(type)>(format_, args); });
     const size_t numel = args.in.size, codes = codes_offset(format_.kind, numel);
     const size_t blocks = num_blocks(numel, block(format_.kind));
     zero_padding(args.out.sub(0, codes), scales_offset(format_.kind, numel) + blocks);
     zero_padding(args.out, codes + (numel * bits(format_.kind) + 7) / 8);
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
-              bool add) const override {
-    check_decode(*this, payload, out);
-    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, add, stream);
-    with_type(format_.kind, [&](auto type) {
+  void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool add) const override {
+    with_type(format_.kind, [&](auto type, auto) {
       using Type = decltype(type);
       (add ? decode_all<Type, true> : decode_all<Type, false>)(format_, payload, out);
     });
   }
+  void encode_cuda(const EncodeArgs& args) const override {
+    EncodeParams params =
+        encode_params(block(format_.kind), codes_offset(format_.kind, args.in.size), args);
+    params.options = format_.ceil ? 1 : 0;
+    launch("mx", kernel_of("mx::encode_kernel", format_.kind, args.has_residual()), params,
+           args.in.size, kSmall * cuda::kRow, args.stream);
+  }
+  void decode_cuda(Span<const uint8_t> payload, Span<float> out, bool add,
+                   const Stream& stream) const override {
+    launch("mx", kernel_of("mx::decode_kernel", format_.kind, add),
+           decode_params(block(format_.kind), codes_offset(format_.kind, out.size), payload, out),
+           out.size, kSmall * cuda::kRow, stream);
+  }
 
- private:
   Format format_;
 };
 

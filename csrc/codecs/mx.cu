@@ -9,27 +9,6 @@ namespace pycomm::codecs::mx {
 
 // ---------------------------------------------------------------- kernels
 
-/// Scales of a block: `code` travels.
-struct BlockScale {
-  uint32_t code;
-  float unit;
-  float inv;
-};
-
-template <typename Small>
-__device__ __forceinline__ BlockScale mx_scale(uint32_t amax, bool ceil) {
-  const uint32_t code = scale_code<Small>(amax, ceil);
-  return {code, decode_scale(code), inv_scale(code)};
-}
-
-__device__ __forceinline__ BlockScale nv_block_scale(uint32_t amax, float super_amax,
-                                                     const Scale& second) {
-  Rounded first{0, 0.0f};
-  if (second.used) first = nv_scale(bits_float(amax), super_amax);
-  const float unit = first.value * second.unit;
-  return {first.code, unit, unit > 0.0f ? 1.0f / unit : 0.0f};
-}
-
 /// How four codes of a row are loaded and stored.
 template <int kBits>
 struct Chunks {
@@ -179,7 +158,7 @@ __global__ void __launch_bounds__(cuda::kThreads) encode_kernel(const Batch<Enco
   const uint32_t there = tile.left_of_tile(padded(num_blocks(args.numel, kSize)) * kSize);
   float units[2][kRows];  // of codes, and their inverses
   each_block(top, units, [&](uint32_t at, float amax, float (&of)[2]) {
-    const BlockScale scale = kNv ? nv_block_scale(float_bits(amax), super_amax, second)
+    const BlockScale scale = kNv ? nv_scale(float_bits(amax), super_amax, second)
                                  : mx_scale<Small>(float_bits(amax), args.options != 0);
     of[0] = unit_of_residual<true>(scale.unit);
     of[1] = scale.inv;

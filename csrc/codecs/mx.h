@@ -63,10 +63,28 @@ PYCOMM_HD float inv_scale(uint32_t code) {
 /// Returns the second-level scale of a super-block in NVFP4; the largest value that it multiplies
 /// is 448 * 6.
 PYCOMM_HD Scale super_scale(float amax) { return symmetric_scale(amax, 448.0f * 6.0f); }
-/// Returns the first-level scale of a block in a used super-block, whose largest magnitude is
+
+/// Scale of a block: `code` travels. Without an inverse the codes are 0; the residual is all of p
+/// if the unit is 0, and p travels as NaN if not.
+struct BlockScale {
+  uint32_t code;
+  float unit;
+  float inv;
+};
+template <typename Small>
+PYCOMM_HD BlockScale mx_scale(uint32_t amax, bool ceil) {
+  const uint32_t code = scale_code<Small>(amax, ceil);
+  return {code, decode_scale(code), inv_scale(code)};
+}
+/// Returns the first-level scale of a block in a super-block, whose largest magnitude is
 /// `super_amax`.
-PYCOMM_HD Rounded nv_scale(float amax, float super_amax) {
-  return round_in_range<Float8E4M3>(amax * (448.0f / super_amax));
+PYCOMM_HD BlockScale nv_scale(uint32_t amax, float super_amax, const Scale& second) {
+  Rounded first{0, 0.0f};
+  if (second.used) {
+    first = round_in_range<Float8E4M3>(bits_float(amax) * (448.0f / super_amax));
+  }
+  const float unit = first.value * second.unit;
+  return {first.code, unit, unit > 0.0f ? 1.0f / unit : 0.0f};
 }
 
 // -------------------------------------------------------------------- codes

@@ -1,5 +1,5 @@
 // Kernels in a build without CUDA: there are none.
-#include "codecs/cuda.h"
+#include "codecs/base/launch.h"
 #include "core/error.h"
 
 namespace pycomm::codecs {
@@ -13,6 +13,6 @@ namespace {
 
 bool cuda_built() { return false; }
 void start(const Launch&, const Stream&) { fail(); }
-void load_kernels(std::string_view) { fail(); }
+void load_kernels() { fail(); }
 
 }  // namespace pycomm::codecs

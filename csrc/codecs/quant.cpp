@@ -5,7 +5,6 @@
 #include "codecs/base/block_launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
-#include "codecs/base/registry.h"
 
 namespace pycomm::codecs::quant {
 namespace {
@@ -21,35 +20,18 @@ struct Writer {
   RandomKey key;
   uint64_t index;
 
-  PYCOMM_INLINE Scale scale(size_t block, const float* x, size_t n) const {
-    return put(block, max_magnitude(x, n));
-  }
-  PYCOMM_INLINE Scale scale(size_t block, const float* x, const float* residual, size_t n,
-                            float* __restrict p) const {
-    return put(block, add_max_magnitude(x, residual, n, p));
-  }
-  PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, Scale s) const {
-    write_block<false>(lo, p, n, s, nullptr);
-  }
-  PYCOMM_INLINE void write(size_t lo, const float* p, size_t n, Scale s,
-                           float* new_residual) const {
-    write_block<true>(lo, p, n, s, new_residual);
+  PYCOMM_INLINE Scale scale(size_t block, float amax) const {
+    const Scale s = symmetric_scale(amax, static_cast<float>(top));
+    scales[block] = s.unit;
+    return s;
   }
   PYCOMM_INLINE void zero(size_t lo, size_t n) const {
     std::memset(codes.at(lo), 0, n);
     codes.written(lo + n);
   }
-
- private:
-  PYCOMM_INLINE Scale put(size_t block, float amax) const {
-    const Scale s = symmetric_scale(amax, static_cast<float>(top));
-    scales[block] = s.unit;
-    return s;
-  }
-
   template <bool kFeedback>
-  PYCOMM_INLINE void write_block(size_t lo, const float* __restrict p, size_t n, Scale s,
-                                 float* __restrict new_residual) const {
+  PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, Scale s,
+                           float* __restrict new_residual) const {
     alignas(64) uint32_t words[kRandom ? kMaxBlock : 1];
     if (kRandom) random_block(key, index + lo, n, words);
     uint8_t* __restrict q = codes.at(lo);
@@ -98,17 +80,6 @@ std::string coder_name(const Format& f, bool random) {
                                     : kernel_name("quant::WideCoder", random);
 }
 
-void encode_cuda(const Format& f, const EncodeArgs& args) {
-  launch_encode("quant", coder_name(f, f.random), f.block, codes_offset(f, args.in.size), args,
-                static_cast<uint32_t>(f.bits));
-}
-
-void decode_cuda(const Format& f, Span<const uint8_t> payload, Span<float> out, bool add,
-                 const Stream& stream) {
-  launch_decode("quant", coder_name(f, false), f.block, codes_offset(f, out.size), payload, out,
-                add, stream, static_cast<uint32_t>(f.bits));
-}
-
 class Quant final : public Codec {
  public:
   explicit Quant(const Format& format) : format_(format) {}
@@ -119,7 +90,6 @@ class Quant final : public Codec {
            ",block=" + std::to_string(format_.block) +
            ",rounding=" + kRoundings[format_.random ? 1 : 0];
   }
-  Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
   bool fuses_residual() const override { return true; }
   bool loads_residual() const override { return true; }
@@ -127,21 +97,26 @@ class Quant final : public Codec {
   size_t granule() const override { return format_.block; }
   size_t encoded_bytes(size_t numel) const override { return quant::encoded_bytes(format_, numel); }
 
-  void encode(const EncodeArgs& args) const override {
-    check_encode(*this, args);
-    if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
+ private:
+  void encode_cpu(const EncodeArgs& args) const override {
     (format_.random ? encode_all<true> : encode_all<false>)(format_, args);
     const size_t offset = codes_offset(format_, args.in.size);
     zero_padding(args.out, offset + (args.in.size * format_.bits + 7) / 8);
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
-              bool add) const override {
-    check_decode(*this, payload, out);
-    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, add, stream);
+  void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool add) const override {
     (add ? decode_all<true> : decode_all<false>)(format_, payload, out);
   }
+  void encode_cuda(const EncodeArgs& args) const override {
+    launch_encode("quant", coder_name(format_, format_.random), format_.block,
+                  codes_offset(format_, args.in.size), args, static_cast<uint32_t>(format_.bits));
+  }
+  void decode_cuda(Span<const uint8_t> payload, Span<float> out, bool add,
+                   const Stream& stream) const override {
+    launch_decode("quant", coder_name(format_, false), format_.block,
+                  codes_offset(format_, out.size), payload, out, add, stream,
+                  static_cast<uint32_t>(format_.bits));
+  }
 
- private:
   Format format_;
 };
 

@@ -1,8 +1,7 @@
 // Registry of codecs: the only list of them in C++, one line each, and the only one of short names.
-#include "codecs/base/registry.h"
-
 #include <algorithm>
 
+#include "codecs/base/options.h"
 #include "core/arithmetic.h"
 #include "core/error.h"
 
@@ -85,10 +84,7 @@ std::unique_ptr<Codec> make_codec(std::string_view spec) {
   std::vector<std::string> known = codec_names();
   for (const CodecAlias& alias : kAliases) known.emplace_back(alias.name);
   std::sort(known.begin(), known.end());
-  const std::string near = codecs::closest(name, known);
-  throw Error("unknown codec \"" + std::string(name) +
-              "\": " + (near.empty() ? "the" : "did you mean \"" + near + "\"? The") +
-              " codecs are " + codecs::join(known));
+  throw Error("unknown codec \"" + std::string(name) + "\": the codecs are " + codecs::join(known));
 }
 
 std::vector<CodecAlias> codec_aliases() { return {std::begin(kAliases), std::end(kAliases)}; }

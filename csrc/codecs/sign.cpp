@@ -4,7 +4,6 @@
 #include "codecs/base/block_launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
-#include "codecs/base/registry.h"
 
 namespace pycomm::codecs::sign {
 namespace {
@@ -101,29 +100,12 @@ PYCOMM_SIMD void decode_all(uint32_t block, Span<const uint8_t> payload, Span<fl
   }
 }
 
-// ---------------------------------------------------- launches in CUDA (sign.cu)
-
-void encode_cuda(uint32_t block, const EncodeArgs& args) {
-  const int size = static_cast<int>(block);
-  launch("sign", kernel_name("sign::encode_kernel", size, args.has_residual()),
-         encode_params(block, codes_offset(block, args.in.size), args), args.in.size,
-         tile_rows(size) * cuda::kRow, args.stream);
-}
-
-void decode_cuda(uint32_t block, Span<const uint8_t> payload, Span<float> out, bool add,
-                 const Stream& stream) {
-  launch("sign", kernel_name("sign::decode_kernel", add),
-         decode_params(block, codes_offset(block, out.size), payload, out), out.size,
-         kSmall * cuda::kRow, stream);
-}
-
 class Sign final : public Codec {
  public:
   explicit Sign(uint32_t block) : block_(block) {}
 
   std::string_view name() const override { return "sign"; }
   std::string spec() const override { return "sign:block=" + std::to_string(block_); }
-  Combine combine() const override { return Combine::recode; }
   int wire_version() const override { return kWireVersion; }
   bool fuses_residual() const override { return true; }
   bool loads_residual() const override { return true; }
@@ -131,19 +113,26 @@ class Sign final : public Codec {
   size_t granule() const override { return block_; }
   size_t encoded_bytes(size_t numel) const override { return sign::encoded_bytes(block_, numel); }
 
-  void encode(const EncodeArgs& args) const override {
-    check_encode(*this, args);
-    if (args.stream.device == Device::cuda) return encode_cuda(block_, args);
+ private:
+  void encode_cpu(const EncodeArgs& args) const override {
     (args.has_residual() ? encode_all<true> : encode_all<false>)(block_, args);
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
-              bool add) const override {
-    check_decode(*this, payload, out);
-    if (stream.device == Device::cuda) return decode_cuda(block_, payload, out, add, stream);
+  void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool add) const override {
     (add ? decode_all<true> : decode_all<false>)(block_, payload, out);
   }
+  void encode_cuda(const EncodeArgs& args) const override {
+    const int size = static_cast<int>(block_);
+    launch("sign", kernel_name("sign::encode_kernel", size, args.has_residual()),
+           encode_params(block_, codes_offset(block_, args.in.size), args), args.in.size,
+           tile_rows(size) * cuda::kRow, args.stream);
+  }
+  void decode_cuda(Span<const uint8_t> payload, Span<float> out, bool add,
+                   const Stream& stream) const override {
+    launch("sign", kernel_name("sign::decode_kernel", add),
+           decode_params(block_, codes_offset(block_, out.size), payload, out), out.size,
+           kSmall * cuda::kRow, stream);
+  }
 
- private:
   uint32_t block_;
 };
 

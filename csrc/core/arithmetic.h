@@ -10,8 +10,6 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
-#elif !defined(__aarch64__)
-#include <cfenv>
 #endif
 
 namespace pycomm {
@@ -42,7 +40,7 @@ class DefaultArithmetic {
     asm volatile("" ::: "memory");
   }
   static bool differs(Word word) { return (word & ~kFlags) != kDefault; }
-#elif defined(__aarch64__)
+#else  // aarch64
   using Word = uint64_t;
   static constexpr Word kDefault = 0;
   static Word read() {
@@ -51,17 +49,6 @@ class DefaultArithmetic {
     return word;
   }
   static void write(Word word) { asm volatile("msr fpcr, %0" ::"r"(word) : "memory"); }
-  static bool differs(Word word) { return word != kDefault; }
-#else
-  // Only the rounding is set: there is no portable way to ask for flushing.
-  using Word = int;
-  static constexpr Word kDefault = FE_TONEAREST;
-  static Word read() { return std::fegetround(); }
-  static void write(Word word) {
-    asm volatile("" ::: "memory");
-    std::fesetround(word);
-    asm volatile("" ::: "memory");
-  }
   static bool differs(Word word) { return word != kDefault; }
 #endif
 

@@ -3,8 +3,8 @@
 
 namespace pycomm::kernels {
 
-PYCOMM_SIMD void fold_float32(const Block& block) { fold_float<Float<float>>(block); }
-PYCOMM_SIMD void fold_float64(const Block& block) { fold_float<Float<double>>(block); }
+PYCOMM_SIMD void fold_float32(const Block& block) { fold_numbers<Float<float>>(block); }
+PYCOMM_SIMD void fold_float64(const Block& block) { fold_numbers<Float<double>>(block); }
 
 // Not PYCOMM_SIMD: gcc 12 turns the alternating minus and plus of a complex product into vfmaddsub
 // even under -ffp-contract=off, which rounds once instead of twice.

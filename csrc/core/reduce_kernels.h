@@ -80,9 +80,9 @@ PYCOMM_INLINE void fold(const Block& block) {
       block);
 }
 
-/// Folds with the ops that every float type has.
+/// Folds with the ops of numbers; integers have no premul_sum.
 template <typename Type>
-PYCOMM_INLINE void fold_float(const Block& block) {
+PYCOMM_INLINE void fold_numbers(const Block& block) {
   switch (block.op) {
     case ReduceOp::sum:
       return fold<Type, Sum>(block);

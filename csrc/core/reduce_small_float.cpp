@@ -74,7 +74,7 @@ void fold_float8_e5m2(const Block& block) {
   fold_converted<uint8_t>(block, decode_e5m2, encode_e5m2);
 }
 PYCOMM_SIMD void fold_bfloat16(const Block& block) {
-  fold_float<StoredFloat<pycomm::BFloat16, uint16_t>>(block);
+  fold_numbers<StoredFloat<pycomm::BFloat16, uint16_t>>(block);
 }
 
 }  // namespace pycomm::kernels

@@ -128,18 +128,14 @@ void DeviceMoments::land(void* values, DType dtype, double unit, bool divides,
 
 void DeviceMoments::collect(float* sums, const Stream& stream) const {
   for_all(matrices_, stream, nullptr, [&](const Matrix& m, size_t) {
-    auto params = params_of<CollectParams>(m);
-    params.out = sums + m.sums_at;
-    run("pycomm::moments::collect", params, size_t{m.rows.all} + m.rows.columns + kExtra,
-        cuda::kLanes, stream);
+    run("pycomm::moments::collect", collect_params(m, sums), 1, 1, stream);  // one block
   });
 }
 
 void DeviceMoments::commit(const float* sums, const std::vector<Commit>& how, uint32_t ranks,
                            const Stream& stream) const {
   for_all(matrices_, stream, nullptr, [&](const Matrix& m, size_t i) {
-    const CommitParams params = commit_params(m, sums, how.at(i), ranks);
-    run("pycomm::moments::commit", params, 1, 1, stream);  // one block
+    run("pycomm::moments::commit", commit_params(m, sums, how.at(i), ranks), 1, 1, stream);
   });
 }
 

@@ -278,10 +278,6 @@ void put(const Stored& to, size_t i, const float* values, size_t count, bool far
 
 // ------------------------------------------------------------------------------ matrices
 
-struct Shape {
-  size_t rows, columns;
-};
-
 /// In the place of the factors of a slice's columns where nothing divides.
 const std::vector<float> kOnes(kSlice, 1.0f);
 
@@ -298,8 +294,6 @@ struct MatrixFactors {
 
 size_t blocks_of(size_t rows) { return (rows + kBlock - 1) / kBlock; }
 
-Shape shape_of(const Matrix& m) { return {m.rows.count, m.rows.columns}; }
-
 Room room_of(const Matrix& m) { return room_at(m.room, m.rows.all, m.rows.columns); }
 
 MatrixFactors factors_of(const Matrix& m) {
@@ -309,8 +303,8 @@ MatrixFactors factors_of(const Matrix& m) {
 
 /// Calls act(at, count) for slices of a block of rows.
 template <typename Act>
-void over_slices(const Shape& x, size_t block, const Act& act) {
-  const size_t end = std::min(x.rows, (block + 1) * kBlock) * x.columns;
+void over_slices(const Rows& x, size_t block, const Act& act) {
+  const size_t end = std::min<size_t>(x.count, (block + 1) * kBlock) * x.columns;
   for (size_t at = block * kBlock * x.columns; at < end; at += kSlice) {
     act(at, std::min(kSlice, end - at));
   }
@@ -319,7 +313,7 @@ void over_slices(const Shape& x, size_t block, const Act& act) {
 /// Calls act(k, n, i, j) for the n values of a slice from its value k on, which are in row i from
 /// column j on.
 template <typename Act>
-void over_rows(const Shape& x, size_t at, size_t count, const Act& act) {
+void over_rows(const Rows& x, size_t at, size_t count, const Act& act) {
   for (size_t k = 0, n; k < count; k += n) {
     const size_t i = (at + k) / x.columns, j = (at + k) % x.columns;
     n = std::min(count - k, x.columns - j);
@@ -327,14 +321,14 @@ void over_rows(const Shape& x, size_t at, size_t count, const Act& act) {
   }
 }
 
-/// Calls act(i, block, far) for each block of rows of matrices of these shapes; `far`: see put().
+/// Calls act(i, block, far) for each block of rows of matrices; `far`: see put().
 template <typename Act>
-void over_blocks(const std::vector<Shape>& shapes, int threads, const Act& act) {
+void over_blocks(const std::vector<Rows>& matrices, int threads, const Act& act) {
   std::vector<std::pair<size_t, size_t>> places;
   size_t values = 0;
-  for (size_t i = 0; i < shapes.size(); i++) {
-    for (size_t b = 0; b < blocks_of(shapes[i].rows); b++) places.emplace_back(i, b);
-    values += shapes[i].rows * shapes[i].columns;
+  for (size_t i = 0; i < matrices.size(); i++) {
+    for (size_t b = 0; b < matrices[i].blocks(); b++) places.emplace_back(i, b);
+    values += matrices[i].numel();
   }
   const bool far = values >= kFar;
   spread(places.size(), values, threads, [&](size_t n) {
@@ -380,7 +374,7 @@ class Encoding {
       : m_(m),
         turn_(turn),
         pass_(pass),
-        shape_(shape_of(m)),
+        shape_(m.rows),
         real_(m.rows.real()),
         encodes_(encodes),
         looks_(!encodes || !turn.is_new),
@@ -391,7 +385,7 @@ class Encoding {
         width_(width_of(m)),
         rows_(room),
         errors_(rows_ + real_),
-        reciprocals_(errors_ + 2 * shape_.rows),
+        reciprocals_(errors_ + 2 * shape_.count),
         columns_(reciprocals_ + width_) {
     if (looks_ && m.rows.shard == 0) std::fill(kept_.fresh, extra_ + kExtra, 0.0f);
     if (!encodes) return;
@@ -412,7 +406,7 @@ class Encoding {
 
   /// Goes over a block of rows.
   void take(size_t block, bool far) {
-    const size_t first = block * kBlock, end = std::min(shape_.rows, first + kBlock);
+    const size_t first = block * kBlock, end = std::min<size_t>(shape_.count, first + kBlock);
     for (size_t i = first; i < end; i += 2) {
       const size_t stop = std::min(end, i + 2);
       if (looks_) look(i, stop);
@@ -423,10 +417,10 @@ class Encoding {
   /// Adds up what the blocks have found, and scales a gradient down that is too large.
   void finish() {
     if (looks_ && add_up()) {
-      for (size_t b = 0; b < blocks_of(shape_.rows); b++) bound(b);
+      for (size_t b = 0; b < shape_.blocks(); b++) bound(b);
     }
     for (size_t k = 0; residual_.at && k < 2; k++) {
-      extra_[kLeft + k] += total(errors_ + k * shape_.rows, shape_.rows);
+      extra_[kLeft + k] += total(errors_ + k * shape_.count, shape_.count);
     }
     if (encodes_) floats_.write(copy_);
   }
@@ -455,7 +449,7 @@ class Encoding {
   /// Scales the gradient down in a block of rows.
   void bound(size_t block) {
     const float other = (1 - share_) * beta_;
-    const size_t end = std::min(shape_.rows, (block + 1) * kBlock);
+    const size_t end = std::min<size_t>(shape_.count, (block + 1) * kBlock);
     Slice room;
     for (size_t i = block * kBlock; i < end; i++) {
       for (size_t j = 0; j < shape_.columns; j += kSlice) {
@@ -515,7 +509,7 @@ class Encoding {
                bool far) {
     if (copy_.at && copy_.form == kFloat32) put(floats_at(copy_) + at, p, count, far);
     if (!residual_.at) return;
-    float &left = errors_[i], &coded = errors_[shape_.rows + i];
+    float &left = errors_[i], &coded = errors_[shape_.count + i];
     if (first) left = coded = 0;
     add_errors(p, loaded(residual_, at, count, room), count, left, coded);
   }
@@ -528,7 +522,7 @@ class Encoding {
   const Matrix& m_;
   const Turn& turn_;
   const Pass& pass_;
-  const Shape shape_;
+  const Rows& shape_;
   const size_t real_;  // rows before the padding
   const bool encodes_, looks_;
   Floats floats_;  // g, which becomes p
@@ -562,13 +556,13 @@ void take_turns(const std::vector<Matrix>& matrices, const Pass& pass,
   float* next = room.data();
   std::vector<Encoding> all;
   all.reserve(chosen.size());
-  std::vector<Shape> shapes;
+  std::vector<Rows> shapes;
   std::vector<size_t> groups;  // the first shard of each matrix, and the end
   for (const size_t i : chosen) {
     const Matrix& m = matrices[i];
     if (m.rows.shard == 0) groups.push_back(all.size());
     all.emplace_back(m, turns.at(i), pass, encodes, next);
-    shapes.push_back(shape_of(m));
+    shapes.push_back(m.rows);
     next += Encoding::room_for(m);
     values += m.rows.numel();
   }
@@ -580,9 +574,9 @@ void take_turns(const std::vector<Matrix>& matrices, const Pass& pass,
   });
 }
 
-std::vector<Shape> shapes_of(const std::vector<Matrix>& matrices) {
-  std::vector<Shape> shapes;
-  for (const Matrix& m : matrices) shapes.push_back(shape_of(m));
+std::vector<Rows> shapes_of(const std::vector<Matrix>& matrices) {
+  std::vector<Rows> shapes;
+  for (const Matrix& m : matrices) shapes.push_back(m.rows);
   return shapes;
 }
 
@@ -640,14 +634,14 @@ void HostMoments::sent(const void* values, DType dtype, const std::vector<Sendin
     const Stored after{m.residual.at[1 - by.residual], m.residual.form};
     const Stored own{m.own.at[by.own], m.own.form};
     const MatrixFactors factors = divides ? factors_of(m) : MatrixFactors{};
-    over_slices(shape_of(m), block, [&](size_t at, size_t count) {
+    over_slices(m.rows, block, [&](size_t at, size_t count) {
       Slice given, kept, fresh, out;
       const float *const coded = loaded(x, at, count, given), *e = nullptr, *left = nullptr;
       if (before.at) {
         e = loaded(before, at, count, kept);
         left = loaded(after, at, count, fresh);
       }
-      over_rows(shape_of(m), at, count, [&](size_t k, size_t n, size_t r, size_t j) {
+      over_rows(m.rows, at, count, [&](size_t k, size_t n, size_t r, size_t j) {
         const float row = factors.of_row(r) * by.kept;
         if (e) {
           sent_row(coded + k, e + k, left + k, factors.of_columns(j), out + k, n, row);
@@ -671,11 +665,10 @@ void HostMoments::land(void* values, DType dtype, double unit, bool divides, int
     const Matrix& m = matrices_[number];
     const Stored x{place(values, dtype, m), form_of(dtype)};
     const MatrixFactors by = divides ? factors_of(m) : MatrixFactors{};
-    const Shape shape = shape_of(m);
-    over_slices(shape, block, [&](size_t at, size_t count) {
+    over_slices(m.rows, block, [&](size_t at, size_t count) {
       Slice room;
       auto* const made = const_cast<float*>(loaded(x, at, count, room));
-      over_rows(shape, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
+      over_rows(m.rows, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
         multiply_row(made + k, by.of_columns(j), made + k, n, by.of_row(i) * by_unit);
       });
       if (x.form != kFloat32) put(x, at, made, count, false);
@@ -697,19 +690,8 @@ void HostMoments::land(void* values, DType dtype, double unit, bool divides, int
 }
 
 void HostMoments::collect(float* sums, int) const {
-  for (const Matrix& m : matrices_) {
-    const Room room = room_of(m);
-    const float steps = room.numbers->steps;
-    const size_t behind = size_t{m.rows.all} + m.rows.columns;
-    float* const out = sums + m.sums_at;
-    std::copy(room.fresh, room.fresh + behind + kExtra, out);
-    for (size_t i = 0; steps > 0 && i < behind + kOwn; i++) {  // projections are of this step alone
-      out[i] = (room.since[i] + room.fresh[i]) / (steps + 1);
-    }
-    const float* const projections = room.fresh + behind + kOwn + 1;
-    const auto square = [&](size_t k) { return projections[k] * projections[k]; };
-    out[behind + kOwn] = Alone().total(kProjections, square);
-  }
+  Alone thread;
+  for (const Matrix& m : matrices_) write_means(thread, collect_params(m, sums));
 }
 
 void HostMoments::commit(const float* sums, const std::vector<Commit>& how, uint32_t ranks,
@@ -721,10 +703,10 @@ void HostMoments::commit(const float* sums, const std::vector<Commit>& how, uint
 }
 
 void HostMoments::move(const std::vector<Step>& steps, DType dtype, int threads) const {
-  std::vector<Shape> shapes;
+  std::vector<Rows> shapes;
   for (const Step& step : steps) {
-    const Rows& rows = matrices_.at(step.matrix).rows;
-    shapes.push_back({rows.real(), rows.columns});
+    shapes.push_back(matrices_.at(step.matrix).rows);
+    shapes.back().count = shapes.back().real();
   }
   over_blocks(shapes, threads, [&](size_t number, size_t block, bool far) {
     const Step& step = steps[number];

@@ -487,29 +487,6 @@ __global__ void __launch_bounds__(cuda::kThreads) move(const codecs::Batch<MoveP
 
 // ---------------------------------------------------------------- a step's sums
 
-/// Writes this rank's mean sums of the steps since the last exchange, to be averaged.
-__global__ void __launch_bounds__(cuda::kThreads)
-    collect(const codecs::Batch<CollectParams> batch) {
-  const CollectParams args = codecs::place_of_block(batch);
-  const Room room = room_of(args);
-  const size_t sums = size_t{args.rows.all} + args.rows.columns, numel = sums + kExtra;
-  const float steps = room.numbers->steps;
-  const size_t i = size_t{codecs::block_of(args)} * cuda::kThreads + threadIdx.x;
-  if (i < numel && i != sums + kOwn) {
-    const bool mean = steps > 0 && i < sums + kOwn;  // projections are of this step alone
-    args.out[i] = mean ? (room.since[i] + room.fresh[i]) / (steps + 1) : room.fresh[i];
-  }
-  if (codecs::block_of(args) == 0 && codecs::warp_of_block() == 0) {
-    const float* const projections = room.fresh + sums + kOwn + 1;
-    float sum = 0.0f;
-    for (size_t k = codecs::lane_of_warp(); k < kProjections; k += kLanes) {
-      sum = sum + projections[k] * projections[k];
-    }
-    sum = sum_of_lanes(sum);
-    if (codecs::lane_of_warp() == 0) args.out[sums + kOwn] = sum;
-  }
-}
-
 /// The threads of a block.
 struct Block {
   template <typename Act>
@@ -536,7 +513,15 @@ struct Block {
   __device__ void sync() const { __syncthreads(); }
 };
 
-/// Takes the ranks' sums, a matrix by each block of threads.
+// A matrix is that of a block of threads.
+
+__global__ void __launch_bounds__(cuda::kThreads)
+    collect(const codecs::Batch<CollectParams> batch) {
+  const CollectParams args = codecs::place_of_block(batch);
+  Block block;
+  write_means(block, args);
+}
+
 __global__ void __launch_bounds__(cuda::kThreads) commit(const codecs::Batch<CommitParams> batch) {
   const CommitParams args = codecs::place_of_block(batch);
   Block block;

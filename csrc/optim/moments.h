@@ -116,6 +116,9 @@ class PYCOMM_API Matrices {
   }
 
  protected:
+  static CollectParams collect_params(const Matrix& m, float* sums) {
+    return {{}, m.room, sums + m.sums_at, m.rows};
+  }
   static CommitParams commit_params(const Matrix& m, const float* sums, const Commit& how,
                                     uint32_t ranks) {
     return {{},         sums == nullptr ? nullptr : sums + m.sums_at,

@@ -19,6 +19,22 @@ namespace pycomm::moments {
 /// The larger one, as std::max.
 PYCOMM_HD float larger(float x, float y) { return x < y ? y : x; }
 
+/// Writes this rank's mean sums of the steps since the last exchange, to be averaged.
+template <typename Team>
+PYCOMM_TEAM void write_means(Team& team, const CollectParams& args) {
+  const Room room = room_at(args.room, args.rows.all, args.rows.columns);
+  const float steps = room.numbers->steps;
+  const size_t sums = size_t{args.rows.all} + args.rows.columns;
+  const float* const projections = room.fresh + sums + kOwn + 1;
+  const float own =
+      team.total(kProjections, [&](size_t k) { return projections[k] * projections[k]; });
+  team.each(sums + kExtra, [&](size_t i) {
+    const bool mean = steps > 0 && i < sums + kOwn;  // projections are of this step alone
+    const float value = mean ? (room.since[i] + room.fresh[i]) / (steps + 1) : room.fresh[i];
+    args.out[i] = i == sums + kOwn ? own : value;
+  });
+}
+
 /// Lets the ranks' mean of sums by row or by column enter `to`, and how they are heard.
 template <typename Team, typename At>
 PYCOMM_TEAM void fold(Team& team, const Folding& folding, size_t count, const At& at, float* to,

@@ -39,10 +39,11 @@ class Simple final : public Codec {
   size_t granule() const override { return granule_; }
   bool variable() const override { return variable_; }
   size_t encoded_bytes(size_t numel) const override {
-    return variable_ ? kHead + numel * sizeof(Code) : numel * sizeof(int32_t);
+    return variable_ && numel > 0 ? kHead + numel * sizeof(Code) : numel * sizeof(int32_t);
   }
 
-  void encode(const EncodeArgs& args) const override {
+ private:
+  void encode_cpu(const EncodeArgs& args) const override {
     if (rests_.count() > 0) std::this_thread::sleep_for(rests_);
     {
       const std::lock_guard<std::mutex> lock(seeds_mutex);
@@ -66,7 +67,7 @@ class Simple final : public Codec {
     std::memcpy(args.out.data, &used, 4);
   }
 
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream, bool sums) const override {
+  void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool sums) const override {
     if (!sums) std::fill(out.begin(), out.end(), 0.0f);
     const auto add = [&](size_t i, int32_t code) { out[i] += static_cast<float>(code) * kUnit; };
     const uint8_t* in = payload.data;
@@ -82,8 +83,9 @@ class Simple final : public Codec {
       if (pair->index < out.size) add(pair->index, pair->code);
     }
   }
+  void encode_cuda(const EncodeArgs&) const override {}
+  void decode_cuda(Span<const uint8_t>, Span<float>, bool, const Stream&) const override {}
 
- private:
   static constexpr size_t kHead = 4;  // of a payload of variable size: the bytes that it uses
 
   Combine combine_;

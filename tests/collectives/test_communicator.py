@@ -220,7 +220,7 @@ def test_a_residual_is_fed_back():
     ("data", "codec", "residual", "says"),
     [
         (np.ones(3), "int8", None, "takes float32, not float64"),
-        (np.ones(3, np.float32), "int9", None, 'unknown codec "int9": did you mean'),
+        (np.ones(3, np.float32), "int9", None, 'unknown codec "int9": the codecs are'),
         (np.ones(3, np.float32), "int8", np.ones(4, np.float32), "4 float32, its piece needs 3"),
         (np.ones(3, np.float32), [Piece(3, "int8")], np.ones(3, np.float32), "their own residuals"),
     ],

@@ -230,7 +230,7 @@ RESIDUALS = (
     ),
     Mutant(
         "quant-residual-of-another-value",
-        "csrc/codecs/quant.cpp::Writer::write_block",
+        "csrc/codecs/quant.cpp::Writer::write",
         "p[i] - dequantize(code, s.unit)",
         "p[i]",
         "codecs/test_golden.py",
@@ -359,8 +359,8 @@ BOUNDS = (
     ),
     Mutant(
         "cut-inside-a-block-accepted",
-        "csrc/codecs/base/check.cpp::check_encode",
-        "codec.granule() != 0 && args.index % codec.granule() != 0",
+        "csrc/codecs/base/codec.cpp::Codec::encode",
+        "granule() != 0 && args.index % granule() != 0",
         "false",
         "codecs/test_spec.py::test_native_checks_for_itself",
     ),

@@ -8,9 +8,7 @@
 #include "codecs/base/codec.h"
 #include "codecs/base/feedback.h"
 #include "codecs/base/launch.h"
-#include "codecs/base/options.h"
 #include "codecs/convert.h"
-#include "codecs/cuda.h"
 #include "core/arithmetic.h"
 
 namespace py = pybind11;
@@ -121,7 +119,6 @@ void bind_codecs(py::module_& m) {
     }
     return texts;
   });
-  m.def("closest", &codecs::closest, py::arg("word"), py::arg("names"));
   m.def("cuda_built", &codecs::cuda_built);
   py::class_<codecs::Launch>(m, "Launch")
       .def_readonly("source", &codecs::Launch::codec)

@@ -62,7 +62,7 @@ class PYCOMM_API Codec {
   virtual std::string_view name() const = 0;
   /// Canonical text, "quant:bits=4,block=128,rounding=nearest": equal text, equal bytes.
   virtual std::string spec() const = 0;
-  virtual Combine combine() const = 0;
+  virtual Combine combine() const { return Combine::recode; }
   /// Version that is raised whenever a byte on the wire changes; checked in the rendezvous.
   virtual int wire_version() const = 0;
 
@@ -93,12 +93,22 @@ class PYCOMM_API Codec {
 
   /// Encodes in one pass. With a residual: p = in + residual, out = code(p), new_residual = p -
   /// decode(out). A block that holds Inf or NaN travels as NaN and leaves its residual as it was.
-  virtual void encode(const EncodeArgs& args) const = 0;
+  /// Throws Error if sizes, pointers, the index or the scratch memory do not fit the codec.
+  void encode(const EncodeArgs& args) const;
   /// Computes out = decode(payload), or with `add` out = out + decode(payload), in float32.
   /// `payload.size` must be encoded_bytes(out.size); payload bytes come from the network and may
-  /// hold anything.
-  virtual void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
-                      bool add = false) const = 0;
+  /// hold anything. Throws as encode().
+  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream, bool add = false) const;
+
+ protected:
+  // What these do after their checks, of at least one value.
+
+  virtual void encode_cpu(const EncodeArgs& args) const = 0;
+  virtual void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool add) const = 0;
+  // Both queue launches (base/launch.h).
+  virtual void encode_cuda(const EncodeArgs& args) const = 0;
+  virtual void decode_cuda(Span<const uint8_t> payload, Span<float> out, bool add,
+                           const Stream& stream) const = 0;
 };
 
 /// A short name of a codec with one option, which more options may follow: "int4:block=64".

@@ -116,18 +116,12 @@ bool is_plain(const Feedback& feedback) {
 using codecs::stored::LoadParams;
 using codecs::stored::StoreParams;
 
-const char* form_of(Storage storage) {
-  return storage == Storage::float32 ? "stored::Float32" : "stored::BFloat16";
-}
-
 template <typename Params>
-void launch(const char* name, Storage storage, const Params& params, Stream stream) {
-  const std::string kernel = "stored::" + std::string(name);
-  codecs::launch("feedback",
-                 storage == Storage::int8
-                     ? kernel + "_blocks"
-                     : codecs::kernel_name(kernel + "_kernel", std::string(form_of(storage))),
-                 params, params.numel, codecs::stored::kRows * cuda::kRow, stream);
+void launch(const char* kernel, Storage storage, const Params& params, Stream stream) {
+  constexpr const char* kForms[] = {"stored::Float32", "stored::BFloat16", "stored::Int8"};
+  const std::string form = kForms[static_cast<int>(storage)];
+  codecs::launch("feedback", codecs::kernel_name(kernel, form), params, params.numel,
+                 codecs::stored::kRows * cuda::kRow, stream);
 }
 
 static_assert(static_cast<uint32_t>(Storage::float32) == codecs::stored::kFloat32 &&
@@ -150,7 +144,7 @@ void encode_cuda(const Codec& codec, const Feedback& feedback, EncodeArgs args) 
   Stream& stream = args.stream;
   auto* const residual = reinterpret_cast<float*>(stream.scratch.data);
   stream.scratch = stream.scratch.sub(bytes, stream.scratch.size - bytes);
-  launch("load", feedback.storage,
+  launch("stored::load_kernel", feedback.storage,
          LoadParams{{},
                     feedback.error.old,
                     feedback.error.fresh,
@@ -162,7 +156,7 @@ void encode_cuda(const Codec& codec, const Feedback& feedback, EncodeArgs args) 
   args.residual = args.new_residual = residual;
   codec.encode(args);
   auto* const old = const_cast<uint8_t*>(feedback.error.old);
-  launch("store", feedback.storage,
+  launch("stored::store_kernel", feedback.storage,
          StoreParams{{}, residual, feedback.error.fresh, old, args.in.size}, stream);
 }
 

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string_view>
 
 namespace pycomm::codecs {
 
@@ -41,39 +40,18 @@ void Batching::start(const Stream& stream) {
   batching = outer_;
   for (auto& row : rows_) std::reverse(row.begin(), row.end());  // the next launch is the last one
   for (;;) {
-    // By kernel: the rows whose next launch it is, and whether others run it later.
-    struct Ready {
-      std::string_view kernel;
-      std::vector<size_t> rows;
-      bool comes_later = false;
-    };
-    std::vector<Ready> ready;
-    const auto find = [&](std::string_view kernel) {
-      return std::find_if(ready.begin(), ready.end(),
-                          [&](const Ready& one) { return one.kernel == kernel; });
-    };
-    for (size_t r = 0; r < rows_.size(); r++) {
-      if (rows_[r].empty()) continue;
-      const std::string_view kernel = rows_[r].back().kernel;
-      const auto known = find(kernel);
-      (known == ready.end() ? ready.emplace_back(Ready{kernel, {}}) : *known).rows.push_back(r);
-    }
-    if (ready.empty()) break;
-    for (const auto& row : rows_) {
-      for (const Launch& launch : row) {
-        if (&launch == &row.back() || launch.kernel == row.back().kernel) continue;
-        const auto known = find(launch.kernel);
-        if (known != ready.end()) known->comes_later = true;
-      }
-    }
-    // The first one that no row runs later, so that it need not run twice.
-    auto chosen =
-        std::find_if(ready.begin(), ready.end(), [](const Ready& one) { return !one.comes_later; });
-    if (chosen == ready.end()) chosen = ready.begin();
+    // The row with the most launches left goes on: the later ones are those of other rows, too, and
+    // run once for all.
+    const auto longest =
+        std::max_element(rows_.begin(), rows_.end(),
+                         [](const auto& a, const auto& b) { return a.size() < b.size(); });
+    if (longest == rows_.end() || longest->empty()) break;
+    const std::string kernel = longest->back().kernel;
     Launch all;
-    for (const size_t r : chosen->rows) {
-      Launch launch = std::move(rows_[r].back());
-      rows_[r].pop_back();
+    for (auto& row : rows_) {
+      if (row.empty() || row.back().kernel != kernel) continue;
+      Launch launch = std::move(row.back());
+      row.pop_back();
       if (all.bytes == 0) {
         all = std::move(launch);
       } else if (!all.add(launch)) {

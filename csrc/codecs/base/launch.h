@@ -81,9 +81,17 @@ std::string kernel_name(const std::string& name, const First& first, const Rest&
   return text + ">";
 }
 
-/// Starts a kernel that a .cu file lists; codecs/cuda.cu and no_cuda.cpp define it. Throws Error
-/// with the driver's words, or if no file does.
+// Kernels in this build: codecs/cuda.cu has what the .cu files list (kernels_cuda.h); no_cuda.cpp
+// is for a build without CUDA, where start() and load_kernels() throw Error. CMake picks one; no
+// other source depends on what was built.
+
+PYCOMM_API bool cuda_built();
+
+/// Starts a kernel that a .cu file lists. Throws Error with the driver's words, or if no file does.
 void start(const Launch& launch, const Stream& stream);
+
+/// Loads all kernels onto the current GPU: loading one later may wait for others that run.
+void load_kernels();
 
 /// Holds back, records or starts a launch; launch() calls it.
 void run(Launch launch, const Stream& stream);

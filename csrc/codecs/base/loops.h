@@ -12,12 +12,6 @@
 
 namespace pycomm::codecs {
 
-/// Throws Error if the sizes, pointers or index of a call do not fit the codec.
-void check_encode(const Codec& codec, const EncodeArgs& args);
-void check_decode(const Codec& codec, Span<const uint8_t> payload, Span<float> out);
-/// Throws Error if the stream provides too little scratch memory.
-void check_scratch(const Codec& codec, size_t numel, const Stream& stream);
-
 PYCOMM_INLINE float max_magnitude(const float* __restrict x, size_t n) {
   uint32_t top = 0;
   for (size_t i = 0; i < n; i++) {
@@ -88,11 +82,10 @@ class BlockResiduals {
 };
 
 /// Encodes block after block, each while it is in the first-level cache. A Writer has
-///   scale(block, x, n)                 measures a block and writes its scale
-///   scale(block, x, residual, n, p)    the same of p = x + residual, which it stores
-///   write(offset, p, n, scale)         codes of a used block; offset is in values
-///   write(offset, p, n, scale, new_residual)   and its new residual
-///   zero(offset, n)                    codes of a block that is not used
+///   scale(block, amax)   returns the scale of a block, and writes it
+///   write<kFeedback>(offset, p, n, scale, new_residual)   codes of a used block, and with feedback
+///                        its new residual; offset is in values
+///   zero(offset, n)      codes of a block that is not used
 /// A block's new residual is written after its residual has been read, so they may be one buffer.
 template <typename Writer>
 PYCOMM_INLINE void encode_blocks(const EncodeArgs& args, uint32_t block, const Writer& writer) {
@@ -103,8 +96,8 @@ PYCOMM_INLINE void encode_blocks(const EncodeArgs& args, uint32_t block, const W
       const size_t n = count(lo);
       const float* const x = args.in.data + lo;
       prefetch_block(args, lo, block);
-      const Scale scale = writer.scale(index, x, n);
-      scale.used ? writer.write(lo, x, n, scale) : writer.zero(lo, n);
+      const Scale scale = writer.scale(index, max_magnitude(x, n));
+      scale.used ? writer.template write<false>(lo, x, n, scale, nullptr) : writer.zero(lo, n);
     }
     return;
   }
@@ -114,9 +107,9 @@ PYCOMM_INLINE void encode_blocks(const EncodeArgs& args, uint32_t block, const W
     const size_t n = count(lo);
     prefetch_block(args, lo, block);
     const float* const residual = residuals.load(lo, n);
-    const Scale scale = writer.scale(index, args.in.data + lo, residual, n, sum);
+    const Scale scale = writer.scale(index, add_max_magnitude(args.in.data + lo, residual, n, sum));
     if (scale.used) {
-      writer.write(lo, sum, n, scale, residuals.fresh(lo));
+      writer.template write<true>(lo, sum, n, scale, residuals.fresh(lo));
     } else {
       writer.zero(lo, n);
       // The residual of a tiny block is all of p; a block that is not finite keeps its old

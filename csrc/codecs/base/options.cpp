@@ -8,50 +8,11 @@
 #include "core/error.h"
 
 namespace pycomm::codecs {
-namespace {
-
-char lower(char c) { return c >= 'A' && c <= 'Z' ? static_cast<char>(c - 'A' + 'a') : c; }
-
-size_t edits(std::string_view a, std::string_view b) {
-  // Edits from the part of `a` so far to each part of `b`, and from the two parts of `a` before.
-  std::vector<size_t> row(b.size() + 1), above(row), before(row);
-  for (size_t j = 0; j <= b.size(); j++) row[j] = j;
-  for (size_t i = 1; i <= a.size(); i++) {
-    before.swap(above);
-    above.swap(row);
-    row[0] = i;
-    for (size_t j = 1; j <= b.size(); j++) {
-      const char x = lower(a[i - 1]), y = lower(b[j - 1]);
-      row[j] = std::min({above[j - 1] + (x == y ? 0 : 1), above[j] + 1, row[j - 1] + 1});
-      if (i > 1 && j > 1 && x == lower(b[j - 2]) && lower(a[i - 2]) == y) {
-        row[j] = std::min(row[j], before[j - 2] + 1);
-      }
-    }
-  }
-  return row.back();
-}
-
-}  // namespace
 
 std::string join(const std::vector<std::string>& texts) {
   std::string out;
   for (const auto& text : texts) out += (out.empty() ? "" : ", ") + text;
   return out;
-}
-
-std::string closest(std::string_view word, const std::vector<std::string>& names) {
-  constexpr size_t kLongest = 100;  // of a word that can be meant
-  std::string found;
-  size_t fewest = word.size() > kLongest ? 0 : (word.size() + 1) / 3 + 1;  // too many
-  for (const std::string& name : names) {
-    const size_t size = std::max(name.size(), word.size()) - std::min(name.size(), word.size());
-    if (size >= fewest) continue;
-    const size_t now = edits(word, name);
-    if (now >= fewest) continue;
-    fewest = now;
-    found = name;
-  }
-  return found;
 }
 
 Options::Options(std::string_view codec, std::string_view text) : codec_(codec) {
@@ -89,28 +50,25 @@ const std::string* Options::find(std::string_view option) {
   return nullptr;
 }
 
-int Options::integer(std::string_view option, int otherwise) {
+template <typename Number>
+Number Options::parsed(std::string_view option, Number otherwise, const char* what) {
   const std::string* value = find(option);
   if (value == nullptr) return otherwise;
-  int number = 0;
+  Number number = 0;
   const char* end = value->data() + value->size();
-  const auto parsed = std::from_chars(value->data(), end, number);
-  if (parsed.ec != std::errc() || parsed.ptr != end) {
-    fail(std::string(option) + "=" + *value + " is not an integer");
+  const auto read = std::from_chars(value->data(), end, number);
+  if (read.ec != std::errc() || read.ptr != end) {
+    fail(std::string(option) + "=" + *value + " is not " + what);
   }
   return number;
 }
 
+int Options::integer(std::string_view option, int otherwise) {
+  return parsed(option, otherwise, "an integer");
+}
+
 double Options::number(std::string_view option, double otherwise) {
-  const std::string* value = find(option);
-  if (value == nullptr) return otherwise;
-  double number = 0;
-  const char* end = value->data() + value->size();
-  const auto parsed = std::from_chars(value->data(), end, number);
-  if (parsed.ec != std::errc() || parsed.ptr != end) {
-    fail(std::string(option) + "=" + *value + " is not a number");
-  }
-  return number;
+  return parsed(option, otherwise, "a number");
 }
 
 int Options::choice(std::string_view option, std::initializer_list<std::string_view> choices,

@@ -1,13 +1,13 @@
 // Options of a codec spec: "quant:bits=4,block=128" is the name "quant" and two options.
 #pragma once
-#include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
-#include "core/types.h"
+#include "codecs/base/codec.h"
 
 namespace pycomm::codecs {
 
@@ -31,19 +31,20 @@ class Options {
 
  private:
   const std::string* find(std::string_view option);
+  template <typename Number>
+  Number parsed(std::string_view option, Number otherwise, const char* what);
 
   std::string codec_;
   std::vector<std::pair<std::string, std::string>> given_;
   std::vector<std::string> asked_;
 };
 
+/// A function that makes a codec from its options. Each codec defines one, `make`, in its
+/// namespace; registry.cpp lists them.
+using Maker = std::unique_ptr<Codec>(Options& options);
+
 /// Returns the texts with ", " between them.
 std::string join(const std::vector<std::string>& texts);
-
-/// Returns the name that somebody who wrote `word` may have meant, whatever its case; "" if none is
-/// alike. The first of those with the fewest edits: characters that are inserted, left out, other
-/// or swapped with the next.
-PYCOMM_API std::string closest(std::string_view word, const std::vector<std::string>& names);
 
 /// Returns the shortest text of this number, as Python writes it: "0.01", "1e-05", "1.0".
 std::string number_text(double number);

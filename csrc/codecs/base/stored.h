@@ -26,19 +26,26 @@ PYCOMM_HD float value_of(int8_t code, float scale) { return static_cast<float>(c
 /// later step overflow.
 PYCOMM_HD float scale_of(float amax) { return used(amax) ? amax / kTop : 0.0f; }
 
-// The forms of single values.
+// The forms; those of single values say how.
 
 struct Float32 {
+  static constexpr bool kBlocks = false;
   using Code = float;
   PYCOMM_HD static float decode(Code code) { return code; }
   PYCOMM_HD static Code encode(float x) { return x; }
 };
 struct BFloat16 {
+  static constexpr bool kBlocks = false;
   using Code = uint16_t;
   PYCOMM_HD static float decode(Code code) { return pycomm::BFloat16::decode(code); }
   PYCOMM_HD static Code encode(float x) {
     return static_cast<Code>(pycomm::BFloat16::encode_saturating(x));
   }
+};
+
+struct Int8 {
+  static constexpr bool kBlocks = true;
+  using Code = uint32_t;  ///< of four values
 };
 
 constexpr int kRows = 4;  ///< of a warp's tile

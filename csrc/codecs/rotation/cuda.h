@@ -10,9 +10,6 @@ namespace pycomm::codecs {
 
 using Values = cuda::Vector<float>[kTileRows];
 
-__device__ __forceinline__ uint32_t lane_of() { return threadIdx.x % cuda::kLanes; }
-__device__ __forceinline__ uint32_t warp_of() { return threadIdx.x / cuda::kLanes; }
-
 /// Vectors of a tile that follow each other in memory before one is left out; see move().
 constexpr uint32_t kEighth = 8;
 /// Vectors of memory of a block: of all its tiles, and those left out.
@@ -46,7 +43,7 @@ struct Shares {
 
   /// Returns the place in the tile of a lane's first value of a row.
   __device__ static uint32_t place(uint32_t row) {
-    return lane_of() / kLanes * kShare + row * kRow + lane_of() % kLanes * cuda::kVector;
+    return lane_of_warp() / kLanes * kShare + row * kRow + lane_of_warp() % kLanes * cuda::kVector;
   }
   /// Returns the place in its array of the first value of a warp's tile.
   __device__ static size_t first(const Tile& tile) { return tile.index(0) - place(0); }
@@ -73,7 +70,7 @@ using Rows = Shares<cuda::kLanes>;
 template <typename Shares, typename T>
 __device__ __forceinline__ T* moved() {
   const uint32_t vector = Shares::place(0) / cuda::kVector;
-  cuda::Vector<float>* const of_warp = shared_tiles() + warp_of() * (kShared / cuda::kWarps);
+  cuda::Vector<float>* const of_warp = shared_tiles() + warp_of_block() * (kShared / cuda::kWarps);
   return reinterpret_cast<T*>(of_warp) + vector + vector / kEighth;
 }
 
@@ -170,7 +167,7 @@ __device__ __forceinline__ float sum_of_lanes(cuda::Vector<float> lane, uint32_t
   float (&v)[cuda::kVector] = lane.v;
   if (kLanes == cuda::kLanes && block >= cuda::kRow) {
     // A lane adds one in two values after the first step, and one in four after the second.
-    const bool low = (lane_of() & 16) == 0, even = (lane_of() & 8) == 0;
+    const bool low = (lane_of_warp() & 16) == 0, even = (lane_of_warp() & 8) == 0;
     const float a = (low ? v[0] : v[2]) + other(low ? v[2] : v[0], 16);
     const float b = (low ? v[1] : v[3]) + other(low ? v[3] : v[1], 16);
     float sum = (even ? a : b) + other(even ? b : a, 8);
@@ -258,7 +255,7 @@ __device__ __forceinline__ void transform(Values& y, uint32_t rotation_bits, boo
     if (skips(step * kTile)) continue;
     show(y);
     const float t = slope_of(step * kTile);
-    const float sign = warp_of() & step ? -1.0f : 1.0f;
+    const float sign = warp_of_block() & step ? -1.0f : 1.0f;
 #pragma unroll
     for (int row = 0; row < kTileRows; row++) {
       const cuda::Vector<float> theirs = shown(row, step);
@@ -303,7 +300,7 @@ __device__ __forceinline__ void transform(Values& y, uint32_t rotation_bits, boo
   for (int step = kLanes / 2; step > 0; step /= 2) {
     if (skips(step * cuda::kVector)) continue;
     const float t = slope_of(step * cuda::kVector);
-    const float sign = lane_of() & step ? -1.0f : 1.0f;
+    const float sign = lane_of_warp() & step ? -1.0f : 1.0f;
 #pragma unroll
     for (int row = 0; row < kTileRows; row++) {
       for (int k = 0; k < cuda::kVector; k++) {
@@ -326,11 +323,11 @@ class RotationSigns {
     // Half of the warp computes the words of a set, four at once.
     constexpr uint32_t kHalf = cuda::kLanes / 2;
     const uint64_t number = header.word + place / kSignsPerWord;
-    const Random4 four = random_words(header.key, 0, lane_of() < kHalf ? 0 : kSecondTensor,
-                                      number / 4 + lane_of() % kHalf);
+    const Random4 four = random_words(header.key, 0, lane_of_warp() < kHalf ? 0 : kSecondTensor,
+                                      number / 4 + lane_of_warp() % kHalf);
     auto* const words = static_cast<uint4*>(cuda::row_of_warp());
     __syncwarp();  // all have read the previous contents
-    words[lane_of()] = uint4{four.word[0], four.word[1], four.word[2], four.word[3]};
+    words[lane_of_warp()] = uint4{four.word[0], four.word[1], four.word[2], four.word[3]};
     __syncwarp();
     const uint8_t* const set = reinterpret_cast<const uint8_t*>(words) + number % 4 * 4;
     first = of_lane(set);
@@ -363,7 +360,7 @@ class RotationSigns {
       four[half] = __byte_perm(__byte_perm(byte(0), byte(1), 0x40),
                                __byte_perm(byte(2), byte(3), 0x40), 0x5410);
     }
-    const uint32_t by = lane_of() % 2 * 4;
+    const uint32_t by = lane_of_warp() % 2 * 4;
     const uint32_t word = (four[0] >> by & 0x0f0f0f0fu) | (four[1] << (4 - by) & 0xf0f0f0f0u);
     return __funnelshift_l(word, word, 1);
   }

@@ -6,7 +6,6 @@
 
 #include "codecs/base/launch.h"
 #include "codecs/base/options.h"
-#include "codecs/base/registry.h"
 #include "codecs/topk/collect.h"
 #include "codecs/topk/scratch.h"
 #include "core/error.h"
@@ -47,36 +46,6 @@ class Launcher {
   const Stream& stream_;
 };
 
-void encode_cuda(const Format& format, const EncodeArgs& args) {
-  const Launcher to(format, staged_params<TopkParams>(args), args.residual != nullptr, args.stream);
-  const size_t numel = args.in.size;
-  if (format.chunks()) return to.flagged("encode_chunks", numel, kChunk / cuda::kWarps);
-  to.start("clear_kernel", kCleared, kClearTile);
-  if (args.residual != nullptr) {
-    to.start("first_kernel", numel, kTile);
-  } else {
-    to.start("sample_kernel", numel, kSampleOf * kStep);
-  }
-  to.flagged("keep_kernel", numel, kTile);
-  to.start("refill_kernel", numel, kTile);
-  to.start("second_kernel", numel, kTile);
-  to.start("third_kernel", numel, kTile);
-  to.start("count_kernel", numel, kTile);
-  to.start("scan_kernel", 1, 1);
-  to.start("choose_kernel", numel, kTile);
-  to.flagged("pack_kernel", to.params.k, kGroup);
-}
-
-void decode_cuda(const Format& format, Span<const uint8_t> payload, Span<float> out, bool add,
-                 const Stream& stream) {
-  const Launcher to(format, staged_params<TopkParams>(payload, out, stream), add, stream);
-  if (format.chunks()) return to.flagged("decode_chunks", out.size, kChunk / cuda::kWarps);
-  to.start("clear_kernel", kCleared, kClearTile);
-  to.start("check_kernel", to.params.k, cuda::kLanes);
-  to.flagged("fill_kernel", out.size, kStep);
-  to.flagged("scatter_kernel", to.params.k, cuda::kLanes);
-}
-
 class TopK final : public Codec {
  public:
   explicit TopK(const Format& format) : format_(format) {}
@@ -103,11 +72,8 @@ class TopK final : public Codec {
     return numel / length * record(length).bytes + (rest ? record(rest).bytes : 0);
   }
 
-  void encode(const EncodeArgs& args) const override {
-    check_encode(*this, args);
-    check_call(args.in.size, args.stream);
-    if (args.in.size == 0) return;
-    if (args.stream.device == Device::cuda) return encode_cuda(format_, args);
+ private:
+  void encode_cpu(const EncodeArgs& args) const override {
     if (!format_.chunks()) return encode_whole(args);
     Finder finder(format_.length(args.in.size), void_bits(format_.values));
     uint8_t* to = args.out.data;
@@ -119,12 +85,7 @@ class TopK final : public Codec {
       to += record.bytes;
     });
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
-              bool add) const override {
-    check_decode(*this, payload, out);
-    check_call(out.size, stream);
-    if (out.size == 0) return;
-    if (stream.device == Device::cuda) return decode_cuda(format_, payload, out, add, stream);
+  void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool add) const override {
     const auto decode_one = add ? decode_record<true> : decode_record<false>;
     const uint8_t* from = payload.data;
     for_each_record(out.size, [&](const Record& record, size_t first) {
@@ -133,8 +94,43 @@ class TopK final : public Codec {
     });
   }
 
- private:
-  Record record(size_t n) const { return {format_.values, format_.indices, n, format_.count(n)}; }
+  void encode_cuda(const EncodeArgs& args) const override {
+    const bool feedback = args.residual != nullptr;
+    const Launcher to(format_, staged_params<TopkParams>(args), feedback, args.stream);
+    const size_t numel = args.in.size;
+    if (format_.chunks()) return to.flagged("encode_chunks", numel, kChunk / cuda::kWarps);
+    to.start("clear_kernel", kCleared, kClearTile);
+    if (feedback) {
+      to.start("first_kernel", numel, kTile);
+    } else {
+      to.start("sample_kernel", numel, kSampleOf * kStep);
+    }
+    to.flagged("keep_kernel", numel, kTile);
+    to.start("refill_kernel", numel, kTile);
+    to.start("second_kernel", numel, kTile);
+    to.start("third_kernel", numel, kTile);
+    to.start("count_kernel", numel, kTile);
+    to.start("scan_kernel", 1, 1);
+    to.start("choose_kernel", numel, kTile);
+    to.flagged("pack_kernel", to.params.k, kGroup);
+  }
+  void decode_cuda(Span<const uint8_t> payload, Span<float> out, bool add,
+                   const Stream& stream) const override {
+    const Launcher to(format_, staged_params<TopkParams>(payload, out, stream), add, stream);
+    if (format_.chunks()) return to.flagged("decode_chunks", out.size, kChunk / cuda::kWarps);
+    to.start("clear_kernel", kCleared, kClearTile);
+    to.start("check_kernel", to.params.k, cuda::kLanes);
+    to.flagged("fill_kernel", out.size, kStep);
+    to.flagged("scatter_kernel", to.params.k, cuda::kLanes);
+  }
+
+  Record record(size_t n) const {
+    if (n > UINT32_MAX) {
+      throw Error(spec() + ": " + std::to_string(n) +
+                  " values in one tensor; use indices=int12 beyond 2^32");
+    }
+    return {format_.values, format_.indices, n, format_.count(n)};
+  }
 
   void encode_whole(const EncodeArgs& args) const {
     const Source from{args.in.data, args.residual, args.in.size};
@@ -152,14 +148,6 @@ class TopK final : public Codec {
     size_t first = 0;
     for (; numel - first >= length; first += length) f(whole, first);
     if (first < numel) f(record(numel - first), first);
-  }
-
-  void check_call(size_t numel, const Stream& stream) const {
-    check_scratch(*this, numel, stream);
-    if (!format_.chunks() && numel > UINT32_MAX) {
-      throw Error(spec() + ": " + std::to_string(numel) +
-                  " values in one tensor; use indices=int12 beyond 2^32");
-    }
   }
 
   Format format_;

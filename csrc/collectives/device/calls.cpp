@@ -1,7 +1,7 @@
 // Launch of the collective kernels: on a GPU's stream, or on the CPU within the call.
 #include "collectives/device/calls.h"
 
-#include "codecs/cuda.h"
+#include "codecs/base/launch.h"
 #include "collectives/device/move.h"
 #include "collectives/device/reduce.h"
 #include "core/arithmetic.h"
@@ -60,7 +60,7 @@ void load_kernels(bool coded) {
   gpu::load_float();
   gpu::load_small_float();
   gpu::load_integer();
-  if (coded) codecs::load_kernels("");
+  if (coded) codecs::load_kernels();
 }
 
 }  // namespace pycomm::device

@@ -316,7 +316,7 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["all_reduce", "--backend", "nccl"], "--backend nccl is not for --device cpu"),
         (["all_reduce", "--backend", "glo"], "did you mean gloo? Use one of pycomm, pycomm-shared"),
         (["all_reduce", "--backend", "gloo,gloo"], "names something twice"),
-        (["all_reduce", "--codec", "INT4"], 'did you mean "int4"? The codecs are bf16, cast,'),
+        (["all_reduce", "--codec", "INT4"], '"INT4": the codecs are bf16, cast,'),
         (["all_reduce", "--explain", "--backend", "gloo"], "--explain is for pycomm"),
         (["broadcast", "--codec", "int8"], "--codec is for all_reduce, reduce_scatter, all_gather"),
         (["all_reduce", "--codec", "int8", "-d", "int"], "--codec is for float32, float16"),

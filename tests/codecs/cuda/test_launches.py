@@ -129,13 +129,9 @@ FED = [
 ]
 SIZES = [1, 31, 33, 4096, 5003]
 KERNELS = [
-    *(
-        f"stored::{way}_kernel<stored::{form}>"
-        for way in ("load", "store")
-        for form in ("Float32", "BFloat16")
-    ),
-    "stored::load_blocks",
-    "stored::store_blocks",
+    f"stored::{way}_kernel<stored::{form}>"
+    for way in ("load", "store")
+    for form in ("Float32", "BFloat16", "Int8")
 ]
 
 

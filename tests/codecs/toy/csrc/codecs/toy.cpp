@@ -4,34 +4,21 @@
 #include "codecs/base/block_launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
-#include "codecs/base/registry.h"
 
 namespace pycomm::codecs::toy {
 namespace {
-
-void encode_cuda(const EncodeArgs& args) {
-  launch("toy", kernel_name("toy::encode_kernel", args.has_residual()), encode_params(1, 0, args),
-         args.in.size, kSmall * cuda::kRow, args.stream);
-}
-
-void decode_cuda(Span<const uint8_t> payload, Span<float> out, bool add, const Stream& stream) {
-  launch("toy", kernel_name("toy::decode_kernel", add), decode_params(1, 0, payload, out), out.size,
-         kSmall * cuda::kRow, stream);
-}
 
 class Toy final : public Codec {
  public:
   std::string_view name() const override { return "toy"; }
   std::string spec() const override { return "toy"; }
-  Combine combine() const override { return Combine::recode; }
   bool fuses_residual() const override { return true; }
   int wire_version() const override { return 1; }
   size_t granule() const override { return 2; }
   size_t encoded_bytes(size_t numel) const override { return toy::encoded_bytes(numel); }
 
-  void encode(const EncodeArgs& args) const override {
-    check_encode(*this, args);
-    if (args.stream.device == Device::cuda) return encode_cuda(args);
+ private:
+  void encode_cpu(const EncodeArgs& args) const override {
     auto* codes = reinterpret_cast<uint16_t*>(args.out.data);
     for (size_t i = 0; i < args.in.size; i++) {
       const float before = args.residual ? args.residual[i] : 0.0f;
@@ -41,15 +28,21 @@ class Toy final : public Codec {
     }
     zero_padding(args.out, 2 * args.in.size);
   }
-  void decode(Span<const uint8_t> payload, Span<float> out, Stream stream,
-              bool add) const override {
-    check_decode(*this, payload, out);
-    if (stream.device == Device::cuda) return decode_cuda(payload, out, add, stream);
+  void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool add) const override {
     const auto* codes = reinterpret_cast<const uint16_t*>(payload.data);
     for (size_t i = 0; i < out.size; i++) {
       const float value = toy::decode(codes[i]);
       out[i] = add ? out[i] + value : value;
     }
+  }
+  void encode_cuda(const EncodeArgs& args) const override {
+    launch("toy", kernel_name("toy::encode_kernel", args.has_residual()), encode_params(1, 0, args),
+           args.in.size, kSmall * cuda::kRow, args.stream);
+  }
+  void decode_cuda(Span<const uint8_t> payload, Span<float> out, bool add,
+                   const Stream& stream) const override {
+    launch("toy", kernel_name("toy::decode_kernel", add), decode_params(1, 0, payload, out),
+           out.size, kSmall * cuda::kRow, stream);
   }
 };
 
