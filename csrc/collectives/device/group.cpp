@@ -291,6 +291,8 @@ void DeviceGroup::all_reduce(void* data, const OpTag& tag, ReduceAlgo algo, doub
 
 void DeviceGroup::run(const Collective& given, Stream stream, const std::string& algo) {
   const Collective call = given.checked(rank(), size());
+  const std::string mismatch = call.own_mismatch(rank());
+  if (!mismatch.empty()) check(call.op).fail(mismatch);
   const OpTag tag = call.tag(size());
   if (call.op == Op::barrier) return arrive_wait(begin(tag, stream), stream);
   if (tag.numel == 0 && !sizes_differ(call.op)) return check();

@@ -80,7 +80,7 @@ def reduce_and_scatter(c: Rank) -> None:
         ]
         ours = [c.put(x) for x in inputs[c.rank]]
         out = c.put(np.zeros_like(inputs[c.rank][c.rank]))
-        c.call("reduce_scatter", parts(ours), out.address, 0, *kind, factor=factor)
+        c.call("reduce_scatter", parts(ours), out.address, sizes[c.rank], *kind, factor=factor)
         want = folded([inputs[r][c.rank] for r in range(c.size)], dtype, op)
         assert out.get().tobytes() == want.tobytes(), (numel, dtype, op)
         for x, unchanged in zip(ours, inputs[c.rank], strict=True):
@@ -100,7 +100,7 @@ def moves(c: Rank) -> None:
         sizes = part_sizes(c, numel)
         mine = c.put(integers(c.rank, sizes[c.rank], "i4"))
         out = [c.put(np.zeros(n, dtype="i4"), shift=4 * (r % 2)) for r, n in enumerate(sizes)]
-        c.call("all_gather", mine.address, parts(out), 0, DType.int32)
+        c.call("all_gather", mine.address, parts(out), sizes[c.rank], DType.int32)
         for r, n in enumerate(sizes):
             assert np.array_equal(out[r].get(), integers(r, n, "i4")), (numel, r)
 
@@ -142,12 +142,12 @@ def mixture(c: Rank) -> None:
         elif kind == "all_gather":
             out = [c.put(np.zeros(numel, dtype="f4")) for _ in range(c.size)]
             x = c.put(integers(c.rank + step, numel))
-            c.call("all_gather", x.address, parts(out), 0, DType.float32)
+            c.call("all_gather", x.address, parts(out), numel, DType.float32)
             checks += [(step, b, integers(r + step, numel)) for r, b in enumerate(out)]
         elif kind == "reduce_scatter":
             ours = [c.put(integers(c.rank + p + step, numel)) for p in range(c.size)]
             out = c.put(np.zeros(numel, dtype="f4"))
-            c.call("reduce_scatter", parts(ours), out.address, 0, DType.float32, ReduceOp.sum)
+            c.call("reduce_scatter", parts(ours), out.address, numel, DType.float32, ReduceOp.sum)
             want = sum(integers(r + c.rank + step, numel) for r in range(c.size))
             checks.append((step, out, want))
         else:
