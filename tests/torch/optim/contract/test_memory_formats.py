@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-import pycomm
 from tests.torch.harness import Chosen, equal, gradients
 from tests.torch.optim import table
 from tests.torch.pool import on_ranks
