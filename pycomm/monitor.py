@@ -113,11 +113,11 @@ class Total:
         """Return a line for people; "" before the first step."""
         if not self.steps:
             return ""
-        less = max(0, self.plain_bytes - self.payload_bytes)
+        saved = self.plain_bytes - self.payload_bytes
         return (
             f"{self.steps} steps in {self.seconds:.1f} s: gradients of "
             f"{format_bytes(self.plain_bytes)} were coded in {format_bytes(self.payload_bytes)}, "
-            f"{format_bytes(less)} less"
+            f"{format_bytes(abs(saved))} {'less' if saved >= 0 else 'more'}"
         )
 
 

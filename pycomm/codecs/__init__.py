@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from fractions import Fraction
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
@@ -209,7 +210,21 @@ def _convert(name: str, option: str, value: str, hint: Any) -> Any:
     if hint not in (int, float):
         return value
     try:
-        return hint(value)
+        return int(value) if hint is int else _number(value)
     except ValueError:
         words = {int: "an integer", float: "a number"}
         raise ValueError(f"{name}: {option}={value!r} is not {words[hint]}") from None
+
+
+def _number(text: str) -> float:
+    """Return the float64 nearest to a decimal number, whatever the thread's rounding mode.
+
+    float() computes in floats and so follows the thread's rounding mode: ranks with different modes
+    would have different densities. Python divides integers that no float64 holds by integer
+    arithmetic alone.
+    """
+    value = float(text)
+    if not 1e-300 < abs(value) < 1e300:
+        return value
+    numerator, denominator = Fraction(text).as_integer_ratio()
+    return (numerator << 64) / (denominator << 64)

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from pycomm.arguments import typed, whole
 from pycomm.elastic.contents import Contents, filled_up, rows_of
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
-from pycomm.policy.exchange import answer, device_of, gather, gather_json
+from pycomm.policy.exchange import answer, gather, gather_json
 
 _AHEAD = 2  # chunks on their way
 
@@ -83,7 +83,7 @@ def hand_over(
     contents.lines.append(f"chunk_bytes={chunk_bytes}")
 
     group = group or c10d._get_default_group()
-    device = device_of(group)
+    device = _device(group, contents.tensors)
     members = _meet(contents, has, len(text), rest, group, device)
     having = [rank for rank, member in enumerate(members) if member["has"]]
     if len(having) == len(members):
@@ -224,6 +224,16 @@ def _meet(
             "checkpoint on one, and pass has=True there"
         )
     return members
+
+
+def _device(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> torch.device:
+    """Return a device whose tensors the group moves: the CPU if it does, else the model's."""
+    cpu = torch.device("cpu")
+    try:
+        group._get_backend(cpu)
+    except RuntimeError:
+        return next((tensor.device for tensor in tensors), cpu)
+    return cpu
 
 
 def _told(error: RuntimeError, rank: int, root: int) -> Error:

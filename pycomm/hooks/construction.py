@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import sys
 from collections.abc import Callable, Sequence
-from importlib.abc import MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -56,12 +56,22 @@ class _Finder(MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                if module.__name__ == name:  # a loader may have several
-                    self._act(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+            spec.loader = _Acting(spec.loader, self._act)
         return spec
+
+
+class _Acting(Loader):
+    """A loader that acts on the module after another loader has executed it."""
+
+    def __init__(self, loader: Loader, act: Callable[[ModuleType], None]) -> None:
+        self._loader, self._act = loader, act
+
+    def __getattr__(self, name: str) -> Any:  # get_source, get_data and others
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        self._act(module)

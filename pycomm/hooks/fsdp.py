@@ -132,7 +132,9 @@ class FSDPHooks:
         """Begin a step if these are the first parameters of a backward, or recur in it."""
         self._enter(names)
         backward, step = torch._C._current_graph_task_id(), self._reducer.step
-        if backward != step.backward:
+        # Torch reduces units whose inputs need no gradient at the end of backward, when a step may
+        # have ended: then they are another.
+        if backward != step.backward or not self.state.is_open:
             # Runs at the end of this backward, like torch's own hooks.
             torch.autograd.Variable._execution_engine.queue_callback(self.state.end_step)
             self._begin_step()

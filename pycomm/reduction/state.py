@@ -172,9 +172,11 @@ class CompressionState:
         """
         self.settle()
         of = Policy.of if self.transform is None else self.transform.policy_of
-        with refused_together(self.process_group):
-            self.plan.follow(of(codec), self.reducer.device)
-        self.reducer.forget_buckets()
+        try:
+            with refused_together(self.process_group):
+                self.plan.follow(of(codec), self.reducer.device)
+        finally:
+            self.reducer.forget_buckets()  # whose codecs may have changed even if ranks disagree
 
     def _check_idle(self) -> None:
         if self.reducer.step.busy:

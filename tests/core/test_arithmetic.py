@@ -89,6 +89,17 @@ def test_codecs(spec):
             assert got == want, (name, kind)
 
 
+@kinds
+def test_numbers_in_a_text_are_rounded_to_nearest(kind):
+    texts = [f"{i / 1000:.3f}" for i in range(1, 1000)] + ["1e-3", "0.30000000000000001"]
+    want = [float(text) for text in texts]
+    with arithmetic(kind):
+        got = [pycomm.codec(f"topk:{text}").density for text in texts]
+        specs = [pycomm.codec(f"topk:{text}").spec() for text in texts]
+    assert got == want
+    assert specs == [pycomm.codec(f"topk:{text}").spec() for text in texts]
+
+
 @each_value
 @kinds
 @pytest.mark.parametrize("form", [("decay", "bf16"), ("momentum", "int8"), ("residual", "float32")])

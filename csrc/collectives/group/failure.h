@@ -8,7 +8,8 @@
 //      make (core/notice.h), with the rank, its address, and how it is known.
 //   2. ChannelMesh::check() lets an operation go on that needs nothing more of the dead rank.
 //   3. Communicator::Impl::run() catches the error; its over() calls end(), which asks all ranks
-//      what they are doing, stores the error with that table, and sends it to all (Transport::abort).
+//      what they are doing, stores the error with that table, and sends it to all
+//      (Transport::abort).
 //   4. Waits of the others throw Aborted, of which end() makes the same error (from_notice).
 //   5. The caller gets it by rethrow_in(), and so does every later call.
 // Kernels among the GPUs of a host are ended by DeviceGroup::lose() (device/group.h).

@@ -27,6 +27,8 @@ namespace {
 // system calls vanish.
 constexpr size_t kSmallestFrame = 128 << 10;
 constexpr size_t kLargestFrame = 256 << 10;
+// A part of a pipeline is at least as long as this, also on a slow link (common/select.cpp).
+constexpr size_t kLongMessage = 16 << 10;
 // Frames carry acknowledgements for the other direction. Where no frame goes that way for this many
 // bytes, one without payload does.
 constexpr size_t kAcknowledgeBytes = 1 << 20;
@@ -238,7 +240,7 @@ bool TcpChannel::take_frame(Socket& socket) {
   // What was sent first must not lie on one socket alone: all that follows would wait for that. But
   // short messages stay on one: TCP learns from the packets behind it that one of them is lost, and
   // without any only by its timer.
-  if (header.length >= kSmallestFrame && chooses_sockets()) {
+  if (header.size >= kLongMessage && chooses_sockets()) {
     turn_ = static_cast<size_t>(socket.number) + 1;
   }
   seal(header);

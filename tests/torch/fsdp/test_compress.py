@@ -109,6 +109,29 @@ def test_other_backends_give_the_same_bits(rank, size, shape):
     return [p for spec in specs for p in trained(rank, size, spec, shape, 3)[0]]
 
 
+@on_both(2)
+def test_layers_may_be_roots_of_their_own(rank, size):
+    """Then torch reduces the first one at the end of backward, behind the end of our step."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)]))
+        for layer in models[-1]:
+            fully_shard(layer, mesh=mesh_of(size, "fsdp"))
+    state = pycomm.compress(models[1], "int8")
+    for step in range(3):
+        for model in models:
+            model.zero_grad()
+            torch.manual_seed(10 * step + rank)
+            model(torch.randn(16, 256)).square().mean().backward()
+        for exact, coded in zip(*(model.parameters() for model in models), strict=True):
+            want, got = exact.grad.to_local(), coded.grad.to_local()
+            atol = 0.02 * float(want.abs().max()) if want.dim() == 2 else 1e-7
+            torch.testing.assert_close(got, want, rtol=0, atol=atol)
+        assert not state.reducer.step.waits
+    return []
+
+
 @on_ranks(2, backend=None)
 def test_gradients_cost_what_the_codec_says(rank, size, store):
     """The bytes sent are those that the codec states, and hardly more."""

@@ -79,6 +79,19 @@ def test_operations_of_the_user_are_not_mispaired(rank, ranks):
     assert [float(s[0]) for s in sums] == [3.0 + 3 * i for i in range(3 * LAYERS)]
 
 
+@on_ranks(2, backend="gloo")
+def test_an_overflow_on_one_rank_is_one_of_all(rank, ranks):
+    model = wrapped()
+    state = pycomm.compress(model, FIXED)
+    backward(model, rank)
+    state.settle()
+    norms = state.residual_norms()
+    model(torch.full((2, WIDTH), torch.inf if rank else 1.0)).sum().backward()
+    state.settle()
+    assert state.overflows == 1
+    assert state.residual_norms() == norms
+
+
 @on_ranks(2, backend="gloo", dies=[1], timeout=5)
 def test_a_rank_that_dies_is_an_error_of_backward(rank, ranks):
     model = wrapped()

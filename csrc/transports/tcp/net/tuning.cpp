@@ -133,6 +133,7 @@ std::chrono::milliseconds round_trip(int fd) {
   return std::chrono::duration_cast<std::chrono::milliseconds>(measured);
 }
 
+// Other samples include the time until a busy host answers.
 std::chrono::microseconds least_round_trip(int fd) {
   return std::chrono::microseconds(shortest(look(fd)));
 }
@@ -165,7 +166,6 @@ bool set(int fd, const std::string& name) {
                       static_cast<socklen_t>(name.size())) == 0;
 }
 
-// The least round trip is used: other samples include the time until a busy host answers.
 std::string allowed() {
   std::string names;
   std::ifstream file(kAllowed);
