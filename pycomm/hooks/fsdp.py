@@ -132,11 +132,11 @@ class FSDPHooks:
         """Begin a step if these are the first parameters of a backward, or recur in it."""
         self._enter(names)
         backward, step = torch._C._current_graph_task_id(), self._reducer.step
-        # Torch reduces units whose inputs need no gradient at the end of backward, when a step may
-        # have ended: then they are another.
         if backward != step.backward or not self.state.is_open:
-            # Runs at the end of this backward, like torch's own hooks.
-            torch.autograd.Variable._execution_engine.queue_callback(self.state.end_step)
+            # Runs at the end of this backward, queued behind torch's own callbacks, of which those of
+            # units whose inputs need no gradient reduce them.
+            queue = torch.autograd.Variable._execution_engine.queue_callback
+            queue(lambda: queue(self.state.end_step))
             self._begin_step()
         elif not step.entered.isdisjoint(names):
             self.state.end_step()

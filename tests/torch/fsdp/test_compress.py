@@ -129,7 +129,28 @@ def test_layers_may_be_roots_of_their_own(rank, size):
             atol = 0.02 * float(want.abs().max()) if want.dim() == 2 else 1e-7
             torch.testing.assert_close(got, want, rtol=0, atol=atol)
         assert not state.reducer.step.waits
+        assert state.step == step + 1
     return []
+
+
+@on_ranks(2)
+def test_coded_momentum_of_layers_that_are_roots(rank, size):
+    """It is that of the same layers in a model that is wrapped, too: one backward is one step."""
+    found = []
+    for wrapped in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(3)])
+        for part in (*model, model) if wrapped else model:
+            fully_shard(part, mesh=mesh_of(size, "fsdp"))
+        adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = pycomm.code_optimizer(adamw, model, "int8")
+        for step in range(4):
+            torch.manual_seed(10 * step + rank)
+            model(torch.randn(16, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append([p.to_local() for p in model.parameters()])
+    assert equal(*found)
 
 
 @on_ranks(2, backend=None)
