@@ -133,8 +133,8 @@ class FSDPHooks:
         self._enter(names)
         backward, step = torch._C._current_graph_task_id(), self._reducer.step
         if backward != step.backward or not self.state.is_open:
-            # Runs at the end of this backward, queued behind torch's own callbacks, of which those of
-            # units whose inputs need no gradient reduce them.
+            # Runs at the end of this backward, queued behind torch's own callbacks: those of units
+            # whose inputs need no gradient reduce them.
             queue = torch.autograd.Variable._execution_engine.queue_callback
             queue(lambda: queue(self.state.end_step))
             self._begin_step()
