@@ -127,8 +127,8 @@ Collective moving(Op op, const at::Tensor& t, int root = -1) {
 }
 
 template <typename T>
-BasicParts<T> side(const std::vector<BasicPart<T>>& list, bool parts) {
-  if (parts || list.empty()) return list;
+BasicParts<T> side(const c10::SmallVector<BasicPart<T>, 8>& list, bool parts) {
+  if (parts || list.empty()) return Span<const BasicPart<T>>(list.data(), list.size());
   return {list[0].data, list[0].numel};
 }
 
@@ -138,8 +138,8 @@ template <typename Comm>
 void run_lists(Comm& comm, Collective how, const Tensors& from, const Tensors& to,
                Milliseconds timeout) {
   const FlatList inputs(from), outputs(to);
-  const std::vector<ConstPart> in = inputs.in();
-  const std::vector<Part> out = outputs.out();
+  const auto in = inputs.in();
+  const auto out = outputs.out();
   how.in = side(in, how.has_in_parts());
   how.out = side(out, how.has_out_parts());
   comm.run(how, timeout);
@@ -245,9 +245,9 @@ WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
 WorkPtr Backend::issue_lists(const Call& call, const Collective& how, const Tensors& inputs,
                              const Tensors& outputs) {
   Staging staging(*this, call);
-  const Tensors from = staging.in(inputs), to = staging.out(outputs);
   return issue(call, outputs, staging,
-               [=](auto& comm) { run_lists(comm, how, from, to, call.timeout); });
+               [how, timeout = call.timeout, from = staging.in(inputs),
+                to = staging.out(outputs)](auto& comm) { run_lists(comm, how, from, to, timeout); });
 }
 
 WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {

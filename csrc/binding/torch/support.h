@@ -1,6 +1,7 @@
 // Support code around torch: errors as Python exceptions, tensors as flat memory. Only the files of
 // binding/torch include torch; they are one compilation unit.
 #pragma once
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -161,13 +162,15 @@ inline std::optional<DType> find_dtype(at::ScalarType type) {
 /// A tensor as an operation that only moves data sees it: dtypes that the core does not know travel
 /// as bytes.
 struct Elements {
-  explicit Elements(const at::Tensor& t)
-      : dtype(find_dtype(t.scalar_type()).value_or(DType::uint8)),
-        per_element(find_dtype(t.scalar_type()) ? 1 : t.element_size()) {}
+  explicit Elements(const at::Tensor& t) {
+    const auto known = find_dtype(t.scalar_type());
+    if (known) dtype = *known;
+    else per_element = t.element_size();
+  }
   size_t count(const at::Tensor& t) const { return static_cast<size_t>(t.numel()) * per_element; }
 
-  DType dtype;
-  size_t per_element;
+  DType dtype = DType::uint8;
+  size_t per_element = 1;
 };
 
 /// A tensor as one run of memory: the tensor itself where it is contiguous, else a copy.
@@ -199,34 +202,35 @@ class Flat {
   at::Tensor tensor_, flat_;
 };
 
-/// One tensor per rank, each as one run of memory.
+/// One tensor per rank, each as one run of memory. Small groups allocate nothing.
 class FlatList {
  public:
-  explicit FlatList(const Tensors& tensors) {
-    for (const at::Tensor& t : tensors) {
-      flats_.emplace_back(t);
-      numels_.push_back(Elements(t).count(t));
-    }
-  }
+  template <typename T>
+  using List = c10::SmallVector<BasicPart<T>, 8>;
+
+  explicit FlatList(const Tensors& tensors) : flats_(tensors.begin(), tensors.end()) {}
   /// Returns parts for operations that read the tensors. No list gives no parts.
-  std::vector<ConstPart> in() const {
-    std::vector<ConstPart> parts;
-    for (size_t r = 0; r < flats_.size(); r++) parts.push_back({flats_[r].in(), numels_[r]});
-    return parts;
+  List<const void> in() const {
+    return list<const void>([](const Flat& flat) { return flat.in(); });
   }
   /// Returns parts for operations that write the tensors; finish() must follow.
-  std::vector<Part> out() const {
-    std::vector<Part> parts;
-    for (size_t r = 0; r < flats_.size(); r++) parts.push_back({flats_[r].out(), numels_[r]});
-    return parts;
+  List<void> out() const {
+    return list<void>([](const Flat& flat) { return flat.out(); });
   }
   void finish() const {
     for (const Flat& flat : flats_) flat.finish();
   }
 
  private:
-  std::vector<Flat> flats_;
-  std::vector<size_t> numels_;
+  template <typename T, typename F>
+  List<T> list(const F& data) const {
+    List<T> parts;
+    for (const Flat& flat : flats_)
+      parts.push_back({data(flat), Elements(flat.tensor()).count(flat.tensor())});
+    return parts;
+  }
+
+  c10::SmallVector<Flat, 8> flats_;
 };
 
 /// Returns room for the values of all tensors.
