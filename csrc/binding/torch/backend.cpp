@@ -246,8 +246,8 @@ WorkPtr Backend::issue_lists(const Call& call, const Collective& how, const Tens
                              const Tensors& outputs) {
   Staging staging(*this, call);
   return issue(call, outputs, staging,
-               [how, timeout = call.timeout, from = staging.in(inputs),
-                to = staging.out(outputs)](auto& comm) { run_lists(comm, how, from, to, timeout); });
+               [how, timeout = call.timeout, from = staging.in(inputs), to = staging.out(outputs)](
+                   auto& comm) { run_lists(comm, how, from, to, timeout); });
 }
 
 WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {

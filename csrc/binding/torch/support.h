@@ -164,8 +164,10 @@ inline std::optional<DType> find_dtype(at::ScalarType type) {
 struct Elements {
   explicit Elements(const at::Tensor& t) {
     const auto known = find_dtype(t.scalar_type());
-    if (known) dtype = *known;
-    else per_element = t.element_size();
+    if (known)
+      dtype = *known;
+    else
+      per_element = t.element_size();
   }
   size_t count(const at::Tensor& t) const { return static_cast<size_t>(t.numel()) * per_element; }
 
