@@ -84,7 +84,6 @@ def tell(text: str) -> None:
 ABOUT = {
     "group": "groups of the backend pycomm",
     "tcp": "TCP, which PYCOMM_TRANSPORT=tcp chooses",
-    "shm": "shared memory",
     "codecs": "codecs that Python runs",
 }
 """What heeds an option: the texts for the values of `Variable.acts`."""
@@ -124,7 +123,7 @@ def begin(
     if first and (rank == 0 or env().local_rank == 0):
         for name, advice in misspelt(_rows()).items():
             warn_once(f"nothing reads {name}: {advice}")
-        ignore(chosen, ("group", "tcp", "shm"), how)
+        ignore(chosen, ("group", "tcp"), how)
     if option is not None:
         from pycomm import _C
 
@@ -153,7 +152,7 @@ def ignore(chosen: Collection[str], among: Collection[str], how: str) -> None:
 
 
 def _warn_of(setting: str, acts: str, chosen: Collection[str], how: str) -> None:
-    if acts in ("tcp", "shm") and "group" not in chosen:
+    if acts == "tcp" and "group" not in chosen:
         acts = "group"
     warn_once(f"{setting} has no effect here ({how}): it is for {ABOUT[acts]}")
 

@@ -1,6 +1,6 @@
 """The recent operations of this process, in the schema of torch's flight recorder.
 
-Every group keeps a record of its last operations (``PYCOMM_TRACE_SIZE``), without a lock or an
+Every group keeps a record of its last operations (2,048), without a lock or an
 allocation. :func:`dump` writes them; with ``PYCOMM_TRACE=folder`` set, every rank does so when a
 group fails. ``torchfrtrace folder`` then names the rank that is missing or called something else.
 See ``docs/trace.md``.

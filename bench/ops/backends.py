@@ -1,9 +1,9 @@
 """Backends of the benchmark: pycomm's core and backends of torch.distributed, in one process.
 
-`pycomm` is the core without torch. `pycomm:ring` and the like fix the algorithm, `pycomm-tls`
-encrypts connections, and `pycomm-unchecked` omits checksums of payloads. `pycomm-torch` is pycomm's
-backend of torch.distributed, and `gloo` is torch's own. Backends with `-shared` work on memory that
-the group has allocated, so that peers access it in place.
+`pycomm` is the core without torch. `pycomm:ring` and the like fix the algorithm, and `pycomm-tls`
+encrypts connections. `pycomm-torch` is pycomm's backend of torch.distributed, and `gloo` is torch's
+own. Backends with `-shared` work on memory that the group has allocated, so that peers access it in
+place.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pycomm import _C
 from pycomm.bench.ops import coded
 from pycomm.bench.ops.cases import Array, BackendCalls, Case, Run
 
-CORE = ("pycomm", "pycomm-shared", "pycomm-tls", "pycomm-unchecked")
+CORE = ("pycomm", "pycomm-shared", "pycomm-tls")
 NAMES = (
     *CORE,
     *("pycomm-torch", "pycomm-torch-shared", "gloo"),
@@ -36,8 +36,6 @@ class Core(BackendCalls):
             options.algo = name.partition(":")[2]
         if name == "pycomm-tls":
             options.tls = "on"
-        if name == "pycomm-unchecked":
-            options.checksum = "header"
         self.communicator: _C.Communicator = _C.Communicator(store, rank, ranks, options)
 
     def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:

@@ -46,7 +46,7 @@ std::shared_ptr<Trace> make_trace(int rank, int size, const CommunicatorOptions&
     owner.global_ranks.resize(static_cast<size_t>(size));
     std::iota(owner.global_ranks.begin(), owner.global_ranks.end(), 0);
   }
-  return Trace::make(std::move(owner), static_cast<size_t>(options.trace_size));
+  return Trace::make(std::move(owner));
 }
 
 }  // namespace

@@ -65,19 +65,11 @@ Milliseconds seconds(const std::string& value) {
   throw Expected{"seconds, from 0.001 to 1000000"};
 }
 
-double rate(const std::string& value) {
-  try {
-    return parse_rate(value);
-  } catch (const Error&) {
-    throw Expected{"a rate such as 200mbit, 1gbit or 10MB"};
-  }
-}
-
 std::string link_rate(const std::string& value) {
   try {
     parse_link_rate(value);
   } catch (const Error&) {
-    throw Expected{"a rate such as 100mbit, or what is sent/received: 20mbit/50mbit"};
+    throw Expected{"a rate such as 200mbit, or what is sent/received: 20mbit/50mbit"};
   }
   return value;
 }
@@ -87,22 +79,14 @@ std::string port_range(const std::string& value) {
   return value;
 }
 
-template <typename T, typename Check>
-void set(T& option, const char* variable, const Check& check) {
-  const std::string value = read(variable);
-  if (value.empty()) return;
-  try {
-    option = check(value);
-  } catch (const Expected& expected) {
-    reject(variable, value, expected.what);
-  }
-}
-
-// Reads the secret from its file. Links are followed, since Kubernetes mounts secrets by them; what
-// counts is the file that was opened.
-std::string secret_of(const std::string& path) {
+// A secret, or the file that holds it. Links are followed, since Kubernetes mounts secrets by them;
+// what counts is the file that was opened.
+std::string secret(const std::string& value) {
+  constexpr std::string_view kFile = "file:";
+  if (value.compare(0, kFile.size(), kFile) != 0) return value;
+  const std::string path = value.substr(kFile.size());
   const auto refuse = [&](const std::string& why) {
-    throw Error("PYCOMM_SECRET_FILE=" + path + " is refused: " + why);
+    throw Error("PYCOMM_SECRET=" + value + " is refused: " + why);
   };
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK);
   if (fd < 0) refuse(std::generic_category().message(errno));
@@ -125,17 +109,22 @@ std::string secret_of(const std::string& path) {
   return secret;
 }
 
+template <typename T, typename Check>
+void set(T& option, const char* variable, const Check& check) {
+  const std::string value = read(variable);
+  if (value.empty()) return;
+  try {
+    option = check(value);
+  } catch (const Expected& expected) {
+    reject(variable, value, expected.what);
+  }
+}
+
 Env read_env() {
   Env env;
 #define GROUP_OPTION(type, name, value, variable, check, ...) set(env.name, variable, check)
 #define PROCESS_OPTION GROUP_OPTION
 #include "core/option_table.h"
-  if (!env.secret_file.empty()) {
-    if (!env.secret.empty()) {
-      throw Error("PYCOMM_SECRET and PYCOMM_SECRET_FILE are both set; set one of them");
-    }
-    env.secret = secret_of(env.secret_file);
-  }
   for (const char* variable : {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}) {
     if (env.interface.empty()) env.interface = read(variable);
   }
@@ -202,8 +191,9 @@ double parse_rate(const std::string& text) {
 LinkRate parse_link_rate(const std::string& text) {
   if (text.empty()) return {};
   const size_t slash = text.find('/');
+  const bool one = slash == std::string::npos;
   const double send = parse_rate(text.substr(0, slash));
-  return {send, slash == std::string::npos ? send : parse_rate(text.substr(slash + 1))};
+  return {send, one ? send : parse_rate(text.substr(slash + 1)), one ? send : 0};
 }
 
 }  // namespace pycomm

@@ -16,6 +16,7 @@ constexpr const char* kAlgoNames[] = {"auto",  "flat", "direct", "one_shot",    
 /// Rates of a link in bytes per second; 0: not known.
 struct LinkRate {
   double send = 0, receive = 0;
+  double paced = 0;  ///< of an emulated link: the most that a rank sends; 0: it is a real one
 };
 
 /// Options of a group, with the defaults of the table.
@@ -43,7 +44,7 @@ struct OptionRow {
   const char* name;
   const char* variable;
   bool same;         ///< on all ranks
-  const char* acts;  ///< what heeds it: each "group", or one whose ranks talk by "tcp" or "shm"
+  const char* acts;  ///< what heeds it: each "group", or one whose ranks talk by "tcp"
   const char* meaning;
   const char* default_text;
   const char* page;
@@ -59,8 +60,8 @@ PYCOMM_API PortRange parse_ports(const std::string& text);
 
 /// "200mbit", "1.5gbit", "10MB" (per second) to bytes per second. Throws Error.
 PYCOMM_API double parse_rate(const std::string& text);
-/// "100mbit", "20mbit/50mbit" (what is sent and what is received), or "" if nothing is known.
-/// Throws Error.
+/// "200mbit" (an emulated link), "20mbit/50mbit" (what is sent and what is received), or "" if
+/// nothing is known. Throws Error.
 PYCOMM_API LinkRate parse_link_rate(const std::string& text);
 
 }  // namespace pycomm

@@ -7,9 +7,9 @@
 // GROUP_OPTION: an argument of each group, whose default is the variable. PROCESS_OPTION: a
 // variable alone. `check` is a function of core/env.cpp that parses the variable. `ranks` is `same`
 // if all ranks must have the same value, else `any`. `acts` is what heeds the option: each `group`,
-// or one whose ranks talk by `tcp` or `shm`; pycomm/log.py names options that a group ignores. An
-// empty text stands for the default's value; `page` is where docs say more. A file that includes
-// this defines one macro or both.
+// or one whose ranks talk by `tcp`; pycomm/log.py names options that a group ignores. An empty text
+// stands for the default's value; `page` is where docs say more. A file that includes this defines
+// one macro or both.
 
 #ifndef GROUP_OPTION
 #define GROUP_OPTION(...)
@@ -28,14 +28,11 @@ GROUP_OPTION(std::string, algo, "auto", "PYCOMM_ALGO",
              "`auto`, or the algorithm of the collectives that have it. All but `auto` and "
              "`hierarchical` go over channels even where memory is shared",
              "", "algorithms.md");
-GROUP_OPTION(double, link_bytes_per_second, 0, "PYCOMM_LINK", rate, any, tcp,
-             "rate to which each rank paces what it sends by TCP, such as `200mbit`: emulates a "
-             "slow link without root",
-             "no limit", "");
-GROUP_OPTION(std::string, rate, "", "PYCOMM_RATE", link_rate, any, tcp,
-             "what the link of this host carries: `100mbit`, or `20mbit/50mbit` (sent and "
-             "received); ranks with a slower link own less of a reduction",
-             "`PYCOMM_LINK`, if it is set, else no limit", "networks.md");
+GROUP_OPTION(std::string, link, "", "PYCOMM_LINK", link_rate, any, tcp,
+             "rate of the link of this host: `200mbit` emulates one without root, as each rank "
+             "sends no faster by TCP; `20mbit/50mbit` (sent and received) describes the real one, "
+             "and ranks with a slower link own less of a reduction",
+             "no limit", "networks.md");
 GROUP_OPTION(int, sockets, 0, "PYCOMM_SOCKETS", whole(1, 16), same, tcp,
              "TCP sockets per peer, 1 to 16", "2; 4 from a round trip of 10 ms on", "");
 GROUP_OPTION(std::string, congestion, "auto", "PYCOMM_CONGESTION", text, any, tcp,
@@ -58,25 +55,16 @@ GROUP_OPTION(std::string, advertise, "", "PYCOMM_ADVERTISE", text, any, tcp,
              "interface's own (NAT, containers): `203.0.113.7`, or with the port that is mapped to "
              "the only one of `PYCOMM_PORTS`; one for each interface, joined by commas",
              "the interface's", "networks.md#addresses-and-ports");
-GROUP_OPTION(std::string, secret, "", "PYCOMM_SECRET", text, same, group,
-             "secret of the handshake between ranks", "random, shared by the store", "");
+GROUP_OPTION(std::string, secret, "", "PYCOMM_SECRET", secret, same, group,
+             "secret of the handshake between ranks; the variable may name a file that holds it, "
+             "`file:/run/secrets/x`, which only its user can write and not everybody can read",
+             "random, shared by the store", "reliability.md#authentication");
 GROUP_OPTION(
     std::string, tls, "auto", "PYCOMM_TLS", words({"auto", "on", "off"}), same, tcp,
     "`on`: every TCP connection is encrypted by TLS 1.3 (OpenSSL 3); `auto`: where a secret "
     "is given and OpenSSL 3 is installed",
     "", "reliability.md#encryption");
-GROUP_OPTION(std::string, checksum, "auto", "PYCOMM_CHECKSUM", words({"auto", "payload", "header"}),
-             any, tcp,
-             "checksum of TCP frames: `payload` (CRC-32C of header and payload), `header`, or "
-             "`auto`: payloads too, unless all ranks are on one host or TLS authenticates them",
-             "", "");
-GROUP_OPTION(int, trace_size, 2048, "PYCOMM_TRACE_SIZE", whole(0, 1000000), any, group,
-             "operations that each group remembers, 0 to 1000000", "", "trace.md");
 
-PROCESS_OPTION(std::string, secret_file, "", "PYCOMM_SECRET_FILE", text, any, group,
-               "file that holds the secret, which only its user can write and not everybody can "
-               "read, in place of `PYCOMM_SECRET`",
-               "none", "reliability.md#authentication");
 PROCESS_OPTION(std::string, trace, "", "PYCOMM_TRACE", text, any, group,
                "folder into which every rank writes its recent operations when a group fails",
                "not written", "trace.md");
@@ -87,9 +75,6 @@ PROCESS_OPTION(std::string, host_id, "", "PYCOMM_HOST_ID", text, any, group,
                "a name for this machine that no other has, where clones of one snapshot have the "
                "same hostname; equal for all its ranks",
                "the hostname", "");
-PROCESS_OPTION(int, spin, -1, "PYCOMM_SPIN", whole(-1, 1000000000), any, shm,
-               "how often a wait on shared memory polls before it yields",
-               "from the number of cores", "");
 PROCESS_OPTION(std::string, master_addr, "", "MASTER_ADDR", text, any, group,
                "torchrun's: the host of its store, whose route names the interface for TCP", "none",
                "");

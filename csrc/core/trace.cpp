@@ -21,10 +21,12 @@ Registry& registry() {
   return registry;
 }
 
-size_t power_of_two(size_t at_least) {
-  size_t size = 1;
-  while (size < at_least) size *= 2;
-  return size;
+// The pages are zero: no record has the number 0, and memory that is never written costs nothing.
+void* zero_pages(size_t bytes) {
+  void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (memory == MAP_FAILED) throw std::bad_alloc();
+  return memory;
 }
 
 }  // namespace
@@ -34,22 +36,15 @@ const char* name(OpState state) {
   return kNames[static_cast<uint8_t>(state)];
 }
 
-void Trace::Release::operator()(Slot* slots) const { ::munmap(slots, size * sizeof(Slot)); }
+void Trace::Release::operator()(Slot* slots) const { ::munmap(slots, kKept * sizeof(Slot)); }
 
-Trace::Trace(TraceOwner owner, size_t size)
-    : owner_(std::move(owner)), links_(new Link[owner_.global_ranks.size()]) {
-  if (size == 0) return;
-  size = power_of_two(size);
-  // The pages are zero: no record has the number 0, and memory that is never written costs nothing.
-  void* memory = ::mmap(nullptr, size * sizeof(Slot), PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (memory == MAP_FAILED) throw std::bad_alloc();
-  slots_ = {static_cast<Slot*>(memory), Release{size}};
-  mask_ = size - 1;
-}
+Trace::Trace(TraceOwner owner)
+    : owner_(std::move(owner)),
+      slots_(static_cast<Slot*>(zero_pages(kKept * sizeof(Slot)))),
+      links_(new Link[owner_.global_ranks.size()]) {}
 
-std::shared_ptr<Trace> Trace::make(TraceOwner owner, size_t size) {
-  auto trace = std::make_shared<Trace>(std::move(owner), size);
+std::shared_ptr<Trace> Trace::make(TraceOwner owner) {
+  auto trace = std::make_shared<Trace>(std::move(owner));
   const std::lock_guard<std::mutex> lock(registry().mutex);
   auto& traces = registry().traces;
   traces.erase(std::remove_if(traces.begin(), traces.end(),
@@ -140,14 +135,13 @@ std::vector<OpRecord> Trace::read() const {
     if (look_) look_();
   }
   std::vector<OpRecord> records;
-  if (!slots_) return records;
   const uint64_t last = count_.load(std::memory_order_acquire);
-  const uint64_t kept = std::min<uint64_t>(last, mask_ + 1);
+  const uint64_t kept = std::min<uint64_t>(last, kKept);
   const TickScale::Reading scale = scale_.read();
   const auto time = [&scale](uint64_t stamp) { return stamp ? scale.epoch_ns(stamp) : 0; };
   records.reserve(kept);
   for (uint64_t id = last - kept + 1; id <= last; id++) {
-    const Slot& slot = slots_[(id - 1) & mask_];
+    const Slot& slot = slots_[(id - 1) % kKept];
     // A record that is being written is left out: it is newer than the first look, or too old.
     if (slot.id.load(std::memory_order_acquire) != id) continue;
     OpRecord record;

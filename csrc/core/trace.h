@@ -51,12 +51,14 @@ struct TraceOwner {
 
 class PYCOMM_API Trace {
  public:
-  /// Keeps at least `size` operations; none if it is 0.
-  Trace(TraceOwner owner, size_t size);
+  /// The operations that a trace keeps.
+  static constexpr size_t kKept = 2048;
+
+  explicit Trace(TraceOwner owner);
   /// Returns the traces of all existing groups of this process.
   static std::vector<std::shared_ptr<const Trace>> all();
   /// Makes a trace that all() finds.
-  static std::shared_ptr<Trace> make(TraceOwner owner, size_t size);
+  static std::shared_ptr<Trace> make(TraceOwner owner);
 
   const TraceOwner& owner() const { return owner_; }
 
@@ -160,7 +162,7 @@ class PYCOMM_API Trace {
   // if as many operations as there are slots follow it. The end then finds another number.
   Slot* find(uint64_t id) const {
     if (id == 0) return nullptr;
-    Slot& slot = slots_[(id - 1) & mask_];
+    Slot& slot = slots_[(id - 1) % kKept];
     return slot.id.load(std::memory_order_relaxed) == id ? &slot : nullptr;
   }
   static void put(Slot& slot, const OpTag& tag) {
@@ -169,9 +171,8 @@ class PYCOMM_API Trace {
     for (size_t i = 0; i < kTagWords; i++) slot.tag[i].store(words[i], std::memory_order_relaxed);
   }
   uint64_t append(const OpTag& tag, uint64_t started) {
-    if (!slots_) return 0;
     const uint64_t id = 1 + count_.fetch_add(1, std::memory_order_relaxed);
-    Slot& slot = slots_[(id - 1) & mask_];
+    Slot& slot = slots_[(id - 1) % kKept];
     slot.id.store(0, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_release);
     put(slot, tag);
@@ -188,14 +189,12 @@ class PYCOMM_API Trace {
   void restart(uint64_t id, const OpTag& tag);
 
   struct Release {
-    size_t size;
     void operator()(Slot* slots) const;
   };
 
   const TraceOwner owner_;
   const TickScale scale_;
-  size_t mask_ = 0;
-  std::unique_ptr<Slot[], Release> slots_;
+  const std::unique_ptr<Slot[], Release> slots_;
   alignas(128) std::atomic<uint64_t> count_{0};
   Totals totals_[kOps];
   std::unique_ptr<Link[]> links_;  ///< by rank

@@ -50,7 +50,7 @@ def main() -> None:
         file = Path(folder, "secret")
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as secret:
             secret.write(secrets.token_urlsafe(32))
-        environment = {"env_vars": {"PYCOMM_SECRET_FILE": str(file)}}
+        environment = {"env_vars": {"PYCOMM_SECRET": f"file:{file}"}}
         ray.init(num_cpus=2, include_dashboard=False, runtime_env=environment)
         trainer = TorchTrainer(
             train,

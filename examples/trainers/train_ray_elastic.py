@@ -121,7 +121,7 @@ def main() -> None:
     descriptor, file = tempfile.mkstemp(prefix="secret-", dir=options.storage)
     with open(descriptor, "w") as secret:
         secret.write(secrets.token_urlsafe(32))
-    environment = {"env_vars": {"PYCOMM_SECRET_FILE": file}}
+    environment = {"env_vars": {"PYCOMM_SECRET": f"file:{file}"}}
     here = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": options.workers[1]}
     try:
         ray.init(**here, runtime_env=environment)

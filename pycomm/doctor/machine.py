@@ -25,7 +25,7 @@ def judge(cores: int, quota: float | None, ranks_here: int) -> Finding:
             f"{cores}, of whose time the container may use that of {quota:g}: ranks that wait by "
             "spinning use it up and are stopped in the middle of operations",
             f"bind the container to whole cores (docker run --cpuset-cpus), or start at most "
-            f"{max(1, int(quota))} ranks and set PYCOMM_SPIN=0 and OMP_NUM_THREADS",
+            f"{max(1, int(quota))} ranks and set OMP_NUM_THREADS",
         )
     if ranks_here > cores:
         return TOPIC.warning(

@@ -16,7 +16,8 @@ from pycomm.env import BUILD, PREFIX, VARIABLES, Variable, guess, with_only
 TOPIC = Topic("environment")
 # Other projects' variables: the core takes its interface from them if PYCOMM_INTERFACE is not set.
 OTHERS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "MASTER_ADDR")
-# Variables meant for experiments, and their cost if they are left set.
+# Variables meant for experiments, and their cost if they are left set; PYCOMM_LINK with a slash
+# describes a real link.
 FORGOTTEN = {
     "PYCOMM_LINK": "every rank sends no faster than that by TCP",
     "PYCOMM_ALGO": "no size of message gets the algorithm that is best for it",
@@ -63,7 +64,7 @@ def judge(
         elif name in AT_IMPORT and no_effect:
             advice = "correct it, or unset it; `python -m pycomm.run --help` has the options"
             yield TOPIC.problem(name, f"{value} has no effect: {no_effect[0]}", advice)
-        elif value and name in FORGOTTEN and value != "auto":
+        elif value and name in FORGOTTEN and value != "auto" and "/" not in value:
             advice = "unset it, unless you are trying something out"
             yield TOPIC.note(name, f"{value}: {FORGOTTEN[name]}", advice)
         elif name in known:

@@ -231,7 +231,7 @@ def test_bytes_travel_while_ranks_wait_inside_their_node(name):
             c.all_gather(x[: len(x) // 4], out)
         return bits(x) == bits(np.ones_like(x)) and bool((out == 1).all())
 
-    assert all(run(len(NODES[name]), job, **options(name, link_bytes_per_second=5e7)))
+    assert all(run(len(NODES[name]), job, **options(name, link="50MB")))
 
 
 def test_sites_with_unequal_links_keep_their_bits():

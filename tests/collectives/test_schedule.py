@@ -139,7 +139,7 @@ sizes = pytest.mark.parametrize("numel", NUMELS)
 
 
 def unequal(rank: int) -> dict[str, str]:
-    return {"rate": RATES[rank]}
+    return {"link": RATES[rank]}
 
 
 # ------------------------------------------------------------------ the shares
@@ -240,7 +240,7 @@ def test_coded_results_and_residuals_keep_their_bits(ranks, codec):
 
 
 def nodes_and_rates(rank: int) -> dict[str, str]:
-    return {"rate": ["20mbit", "20mbit", "100mbit", "100mbit", "50mbit", "100mbit"][rank]}
+    return {"link": ["20mbit", "20mbit", "100mbit", "100mbit", "50mbit", "100mbit"][rank]}
 
 
 @sizes
@@ -280,7 +280,7 @@ def test_a_rank_behind_a_slow_link_sends_its_buffer_once():
     for exact, coded in run(4, job, **options):
         assert 1.5 <= exact < 1.52  # frames have headers
         assert 1.5 <= coded < 1.58  # and int8 has scales
-    found = run(4, job, of_rank=lambda r: {"rate": "20mbit" if r == 2 else "100mbit"}, **options)
+    found = run(4, job, of_rank=lambda r: {"link": "20mbit" if r == 2 else "100mbit"}, **options)
     for rank, (exact, coded) in enumerate(found):
         least = 1 if rank == 2 else 5 / 3
         assert least <= exact + 1e-4 < least + 0.02
@@ -294,14 +294,14 @@ def test_describe_says_what_is_known():
     def job(group):
         return group.describe(), group.core.shares
 
-    for text, shares in run(4, job, of_rank=lambda r: {"rate": "20mbit" if r == 0 else "80mbit"}):
+    for text, shares in run(4, job, of_rank=lambda r: {"link": "20mbit" if r == 0 else "80mbit"}):
         assert "rates 20 80 80 80 Mbit/s, shares 0 0.333 0.333 0.333" in text
         assert shares == [0, 0, 21845, 43691, 65536]
-    for text, shares in run(2, job, of_rank=lambda r: {"rate": "20mbit/50mbit"}):
+    for text, shares in run(2, job, of_rank=lambda r: {"link": "20mbit/50mbit"}):
         assert "rates 20/50 20/50 Mbit/s" in text
         assert shares == []
     home = ["20mbit/100mbit", "100mbit/20mbit", "100mbit", "100mbit"]
-    for _, shares in run(4, job, of_rank=lambda r: {"rate": home[r]}):
+    for _, shares in run(4, job, of_rank=lambda r: {"link": home[r]}):
         assert shares == [0, 0, 0, 32768, 65536], "the slower direction counts"
     for text, shares in run(3, job):
         assert "rates" not in text
@@ -311,7 +311,7 @@ def test_describe_says_what_is_known():
 @pytest.mark.parametrize("rate", ["fast", "20mbit/", "/20mbit", "0mbit", "20mbit/-1mbit"])
 def test_a_rate_that_makes_no_sense_is_refused(rate):
     with pytest.raises(Error, match="cannot read the rate"):
-        run(2, lambda group: None, rate=rate)
+        run(2, lambda group: None, link=rate)
 
 
 # ------------------------------------------------------------------ the choice

@@ -136,8 +136,8 @@ def test_ranks_of_another_version_are_refused(theirs, named):
 
 
 def test_what_need_not_be_equal():
-    first = {"timeout": 5, "checksum": "payload", "link_bytes_per_second": 1e9}
-    second = {"timeout": 9, "checksum": "header"}
+    first = {"timeout": 5, "link": "1GB"}
+    second = {"timeout": 9, "congestion": "reno"}
     for way in ({"transport": "shm"}, {"transport": "tcp"}):
         for outcome in meet(first | way, second | way):
             assert isinstance(outcome, Communicator), outcome

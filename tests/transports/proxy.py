@@ -13,6 +13,7 @@ from typing import Any
 
 from pycomm import _C
 from pycomm.communicator import Communicator
+from tests.transports.ranks import OUTSIDE
 
 TIMEOUT = 30.0
 TICK = 0.05  # seconds after which a waiting thread polls for a closed socket
@@ -189,7 +190,7 @@ def run(
     network = Network(size, "default")
     outcomes: list[Any] = [None] * size
     # Bind as between hosts, although there is only one.
-    options = {"transport": "tcp", "timeout": TIMEOUT, "checksum": "payload", **options}
+    options = {"transport": "tcp", "timeout": TIMEOUT, **OUTSIDE, **options}
     met = threading.Event()  # before, some weather ends a rendezvous
     together = threading.Barrier(size, met.set)
 

@@ -15,6 +15,11 @@ from tests.ranks import good, in_processes, on_threads
 SECONDS = 30.0  # far beyond what any step needs; a test that waits this long has failed
 COLLECTIVE, POINT_TO_POINT = 0, 1
 SERIAL = count()
+# An address of this host beside those of loopback, if it has one: payloads that travel by it are
+# checked.
+OUTER = next((ip for name, ip in _C.interfaces() if name != "lo" and ":" not in ip), None)
+OUTSIDE = {"interface": OUTER} if OUTER else {}
+INSIDE = {"interface": "lo"}
 
 
 @dataclass

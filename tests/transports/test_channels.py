@@ -12,6 +12,8 @@ from pycomm.communicator import Communicator
 from tests.extent import each_value
 from tests.ranks import on_threads
 from tests.transports.ranks import (
+    INSIDE,
+    OUTSIDE,
     POINT_TO_POINT,
     SECONDS,
     pattern,
@@ -52,9 +54,9 @@ def test_every_pair_exchanges_every_size(run, size):
 
 
 @each_value
-@pytest.mark.parametrize("checksum", ["payload", "header"])
+@pytest.mark.parametrize("way", [OUTSIDE, INSIDE], ids=["checked", "unchecked"])
 @pytest.mark.parametrize("size", [10_000, 100_000, 3 * MIB])
-def test_a_send_ends_though_the_next_one_is_not_wanted_yet(run, size, checksum):
+def test_a_send_ends_though_the_next_one_is_not_wanted_yet(run, size, way):
     """The receiver has the message, and posts the next receive only after the sender's wait."""
     after = 16 * MIB
 
@@ -74,7 +76,7 @@ def test_a_send_ends_though_the_next_one_is_not_wanted_yet(run, size, checksum):
         goal, _ = me.recv(0, after, tag(2, after))
         me.wait(goal)
 
-    run(2, body, options={"checksum": checksum})
+    run(2, body, options=way)
 
 
 # ------------------------------------------------------------------------------------------ notices

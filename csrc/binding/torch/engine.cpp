@@ -227,7 +227,7 @@ Engine::RouteOrReason Engine::open_peers(c10::Device device, PeerRoute::Kind kin
     owner.group += name + " on " + c10::Device(device).str();
     opened.route = std::make_shared<PeerRoute>(
         store_, comm_.rank(), comm_.size(), group_ + name, device, kind, comm_.timeout(),
-        Trace::make(std::move(owner), trace_size_), [this] { interrupt_check(); }, secret_);
+        Trace::make(std::move(owner)), [this] { interrupt_check(); }, secret_);
   } catch (const Error& error) {  // the host is one, but its ranks share no memory
     opened.why = error.what();
   }

@@ -27,7 +27,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
         store_(store),
         group_(options.group),
         secret_(options.secret),
-        trace_size_(static_cast<size_t>(options.trace_size)),
         device_options_(std::move(device_options)) {}
 
   Communicator& comm() { return comm_; }
@@ -259,7 +258,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::shared_ptr<Store> store_;
   const std::string group_;
   const std::string secret_;
-  const size_t trace_size_;
   const DeviceOptions device_options_;
   std::atomic<bool> aborted_{false};
   std::mutex device_mutex_;  ///< held while the streams of lanes get work

@@ -24,12 +24,6 @@ constexpr uint64_t kTicksBetweenLinks = 2'000'000'000;
 constexpr Milliseconds kSurvey{200};
 constexpr Milliseconds kSurveyStep{2};
 
-void pause_cpu() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#endif
-}
-
 }  // namespace
 
 std::string ChannelMesh::describe() const {
@@ -179,13 +173,11 @@ void ChannelMesh::idle(Lane lane, std::chrono::microseconds limit) {
 }
 
 bool ChannelMesh::should_check(int quiet) const {
-  return quiet >= spins_ + yields_ || quiet % kPollsPerCheck == kPollsPerCheck - 1;
+  return quiet >= yields_ || quiet % kPollsPerCheck == kPollsPerCheck - 1;
 }
 
 void ChannelMesh::pause(Lane lane, int quiet, const Deadline& deadline) {
-  if (quiet < spins_) {
-    pause_cpu();
-  } else if (quiet < spins_ + yields_) {
+  if (quiet < yields_) {
     sched_yield();
   } else {
     idle(lane, std::min<std::chrono::microseconds>(kIdleLimit, deadline.left()));

@@ -164,7 +164,7 @@ class ChannelMesh {
   std::mutex opening_;  ///< the lanes' threads may open channels at the same time
   std::vector<Link> links_[kLanes];
   std::vector<int> opened_[kLanes];  ///< peers in order of first use
-  int spins_ = 0, yields_ = 0;
+  int yields_ = 0;
   int moved_last_[kLanes] = {};
   int idles_[kLanes] = {};    ///< in a row on one transport while another was waited for as well
   uint64_t links_noted_ = 0;  ///< ticks

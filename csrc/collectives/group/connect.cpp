@@ -15,7 +15,7 @@
 namespace pycomm {
 namespace {
 
-// Stages of a wait: spins poll at once, then so many polls yield, then it sleeps.
+// Stages of a wait: so many polls yield, then it sleeps.
 constexpr int kYields = 32;
 
 std::string numbers(const std::vector<int>& list) {
@@ -82,8 +82,7 @@ constexpr int kMostRoundTrips = 256;
 // Returns what this rank publishes of its link: "sends receives", in bytes per second, and whether
 // it is far from the store.
 std::string link_value(const Rendezvous& rendezvous, const CommunicatorOptions& options) {
-  LinkRate rate = parse_link_rate(options.rate);
-  if (options.rate.empty()) rate.send = options.link_bytes_per_second;
+  const LinkRate rate = parse_link_rate(options.link);
   const bool far = rendezvous.store->round_trip() >= kNearStore;
   return decimal_text(rate.send) + " " + decimal_text(rate.receive) + (far ? " far" : " near");
 }
@@ -207,8 +206,7 @@ void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOption
   }
   // A single transport knows how many ranks share the cores, and polls by itself before it sleeps.
   const bool alone = transports_.size() == 1;
-  spins_ = std::max(env().spin, 0);
-  yields_ = alone && env().spin < 0 ? 0 : kYields;
+  yields_ = alone ? 0 : kYields;
   const std::vector<int> lost = unreached();
   if (!lost.empty()) {
     throw Error("rank " + std::to_string(rank_) + ": transport \"" + wanted + "\" does not reach " +

@@ -22,19 +22,14 @@ constexpr std::chrono::microseconds kLongestSleep{20000};
 class SpinPace {
  public:
   SpinPace() = default;
-  /// `wanted` is a fixed number of polls; -1: as many as pay.
-  SpinPace(const SharedRegion& region, int wanted)
-      : most_(wanted >= 0                      ? wanted
-              : region.ranks() > region.cpus() ? kFew
-                                               : kMost),
-        adapts_(wanted < 0 && most_ > kFew),
-        now_(most_) {}
+  explicit SpinPace(const SharedRegion& region)
+      : most_(region.ranks() > region.cpus() ? kFew : kMost), now_(most_) {}
 
   int now() const { return now_; }
   /// Records that a wait has polled in vain and has ended after so many yields, the longest of
   /// which took `late`.
   void yielded(int yields, std::chrono::nanoseconds late) {
-    if (!adapts_ || yields == 0) return;
+    if (most_ == kFew || yields == 0) return;
     if (late > kLate || (yields <= kSoon && now_ > kCheap)) {
       now_ = std::max(kFew, now_ / 2);
     } else if (yields > kSoon) {
@@ -53,7 +48,6 @@ class SpinPace {
   static constexpr std::chrono::microseconds kLate{5};
 
   int most_ = kFew;
-  bool adapts_ = false;
   int now_ = kFew;
 };
 

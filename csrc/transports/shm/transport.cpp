@@ -2,7 +2,6 @@
 
 #include <algorithm>
 
-#include "core/env.h"
 #include "transports/shm/cma.h"
 
 namespace pycomm {
@@ -17,7 +16,7 @@ ShmTransport::ShmTransport(const SharedMemory& memory)
       self_(memory.place(memory.rank)),
       region_(memory.base.get(), static_cast<int>(memory.members.size())),
       detector_(region_, memory.members, self_) {
-  const SpinPace pace(region_, env().spin);
+  const SpinPace pace(region_);
   bool all = true;
   for (int r = 0; r < region_.ranks(); r++) all = all && region_.present(r);
   if (all) {

@@ -35,13 +35,12 @@ class TcpTransport final : public Transport {
                const GroupOptions& options, AnnouncedPeer announced,
                const SharedRankState* rank_state)
       : peers_(peers),
-        pacer_(options.link_bytes_per_second),
+        pacer_(parse_link_rate(options.link).paced),
         control_(rank_state),
         connector_(rendezvous,
                    exchange_addresses(rendezvous, peers, options, std::move(announced))),
-        checks_payload_(options.checksum == "payload" ||
-                        (options.checksum == "auto" && !encrypts(options) &&
-                         !all_loopback(connector_.directory().own.interfaces))),
+        checks_payload_(!encrypts(options) &&
+                        !all_loopback(connector_.directory().own.interfaces)),
         channels_(static_cast<size_t>(rendezvous.size)) {
     connector_.connect_all(control_, rendezvous.interrupt_check);
     control_.on_ask([this](int rank, int lane) { connector_.open(rank, lane); });
@@ -252,10 +251,6 @@ std::unique_ptr<Transport> TcpSetup::make(const Rendezvous& rendezvous,
   }
   tcp::check_congestion_control(options_.congestion);
   tcp::openssl::warn_of_weakness(options_);
-  if (options_.checksum != "auto" && options_.checksum != "payload" &&
-      options_.checksum != "header") {
-    throw Error("unknown checksum \"" + options_.checksum + "\"; use one of auto, payload, header");
-  }
   std::vector<int> peers;
   for (const int rank : ranks) {
     if (rank < 0 || rank >= rendezvous.size) {

@@ -65,7 +65,7 @@ SETS: dict[str, tuple[int, dict[str, str], dict[str, str]]] = {
                 for op in coded.CORE
             },
             "explained": "all_reduce -b 4K -e 4K --codec none,int8 --explain",
-            "unchecked": "all_reduce -b 4K -e 4K --backend pycomm,pycomm-unchecked",
+            "encrypted": "all_reduce -b 4K -e 4K --backend pycomm,pycomm-tls",
             "gloo": "all_reduce -b 1K -e 1K --backend pycomm,gloo",
             "torch": "reduce_scatter -b 4K -e 4K --backend pycomm-torch,gloo "
             "--codec none,quant:bits=4",
@@ -245,10 +245,10 @@ def test_explain_names_the_algorithm_and_why(played):
     assert "4K float32 pycomm int8: two_shot: ranks are near each other" in said
 
 
-def test_a_backend_runs_without_checksums(played):
-    rows = played.rows("two ranks", "unchecked")
-    assert {row["backend"] for row in rows} == {"pycomm", "pycomm-unchecked"}
-    assert " pycomm-unchecked " in played.printed("two ranks")
+def test_a_backend_encrypts(played):
+    rows = played.rows("two ranks", "encrypted")
+    assert {row["backend"] for row in rows} == {"pycomm", "pycomm-tls"}
+    assert " pycomm-tls " in played.printed("two ranks")
 
 
 def test_ranks_of_a_machine_get_cores_of_their_own():

@@ -10,11 +10,19 @@ import threading
 import pytest
 
 import pycomm.errors
-from pycomm import _C, _test
-from tests.transports.ranks import SECONDS, Rank, pattern, tag, threads
+from pycomm import _C
+from tests.transports.ranks import (
+    INSIDE,
+    OUTER,
+    OUTSIDE,
+    SECONDS,
+    Rank,
+    pattern,
+    tag,
+    threads,
+)
 from tests.transports.wire_peer import (
     CONTROL,
-    GROUP,
     HEADER,
     HERE,
     MIB,
@@ -171,11 +179,12 @@ def test_frames_never_hold_more_than_their_message(late):
         (MIB // 8, [NEXT, UNCHECKED]),
         (MIB, [NEXT] * 4 + [UNCHECKED]),
         (MIB + 1, [NEXT] * 4 + [HERE]),
-    ],
+    ]
+    * (OUTER is not None),
 )
 def test_what_is_sent_has_a_checksum_of_every_payload(size, expected):
     """Long payloads have it in the next header, which has no payload itself if nothing follows."""
-    rank = RankZero(checksum="payload")
+    rank = RankZero(**OUTSIDE)
     connection = rank.come()[0, 0]
     payload, me = pattern(size, 3), Rank(0, 2, rank.transport)
     sending = threading.Thread(target=lambda: me.wait(me.send(1, payload, tag())))
@@ -204,31 +213,19 @@ def test_payload_that_is_not_checked_is_taken_as_it_is(rank_0, our_hash):
     assert rank_0.expect(4) == b"1234"
 
 
-@pytest.mark.parametrize("checked", [True, False])
-def test_sender_says_what_is_checked(checked):
+@pytest.mark.parametrize("other", [OUTSIDE, INSIDE], ids=["checked", "unchecked"])
+def test_sender_says_what_is_checked(other):
     got = threads(
         2,
         lambda me: me.exchange({1 - me.rank: pattern(3 * MIB, me.rank)}, tag()),
-        options=lambda rank: {"checksum": "payload" if checked or rank == 0 else "header"},
+        options=lambda rank: other if rank else OUTSIDE,
     )
     assert got == [{1: pattern(3 * MIB, 1)}, {0: pattern(3 * MIB, 0)}]
 
 
-def test_unknown_checksums_are_refused():
-    with pytest.raises(pycomm.errors.Error, match="use one of auto, payload, header"):
-        _test.Transport("tcp", _C.Store.local(), GROUP, 0, 2, checksum="md5")
-
-
-OUTER = next((ip for name, ip in _C.interfaces() if name != "lo" and ":" not in ip), None)
-
-
-@pytest.mark.parametrize(
-    ("checksum", "interface", "checks"),
-    [("auto", "lo", 0), ("payload", "lo", 1), ("header", "lo", 0)]
-    + [("auto", OUTER, 1), ("header", OUTER, 0)] * (OUTER is not None),
-)
-def test_payloads_that_leave_the_host_are_checked(checksum, interface, checks):
-    rank_0 = RankZero(checksum=checksum, interface=interface)
+@pytest.mark.parametrize(("interface", "checks"), [("lo", 0)] + [(OUTER, 1)] * (OUTER is not None))
+def test_payloads_that_leave_the_host_are_checked(interface, checks):
+    rank_0 = RankZero(interface=interface)
     connections = rank_0.come()
     me = Rank(0, 2, rank_0.transport)
     me.wait(me.send(1, b"payload", tag()))

@@ -14,7 +14,15 @@ from pycomm.errors import Error, PeerLost, Timeout
 from tests.extent import each_value
 from tests.ranks import good, on_threads
 from tests.transports import proxy
-from tests.transports.ranks import COLLECTIVE, POINT_TO_POINT, Rank, run_rank, tag
+from tests.transports.ranks import (
+    COLLECTIVE,
+    INSIDE,
+    OUTSIDE,
+    POINT_TO_POINT,
+    Rank,
+    run_rank,
+    tag,
+)
 from tests.transports.wire_peer import CONTROL, NOTICE, RankZero, hello, read_exactly
 
 ROUNDS = 12
@@ -58,14 +66,13 @@ def exact(c, network):
     finish(c, network)
 
 
-PAYLOAD, HEADER = {"checksum": "payload"}, {"checksum": "header"}
 TLS = {"tls": "on"}
 
 
 @each_value
 @pytest.mark.parametrize(
     ("ranks", "sockets", "options"),
-    [(2, 1, PAYLOAD), (2, 3, PAYLOAD), (2, 3, HEADER), (3, 2, PAYLOAD), (2, 1, TLS), (2, 3, TLS)],
+    [(2, 1, OUTSIDE), (2, 3, OUTSIDE), (2, 3, INSIDE), (3, 2, OUTSIDE), (2, 1, TLS), (2, 3, TLS)],
 )
 def test_collectives_go_on_when_connections_are_cut(ranks, sockets, options):
     weather = storm(ranks + sockets, 0.03)

@@ -230,7 +230,7 @@ def test_pacing_holds_the_rate_over_all_peers(peers):
 
     # A busy machine only adds to the time, so one good run of ten suffices.
     for _ in range(10):
-        seconds = max(threads(1 + peers, body, options={"link_bytes_per_second": rate}))
+        seconds = max(threads(1 + peers, body, options={"link": f"{rate:g}"}))
         # A burst of 64 KiB is not delayed.
         assert (size - (64 << 10)) / rate * 0.98 <= seconds
         if seconds < size / rate * 1.2:
@@ -245,7 +245,7 @@ def test_pacing_wakes_for_small_messages():
             me.exchange({1 - me.rank: bytes(100)}, tag(seq))
         return time.monotonic() - start
 
-    assert max(threads(2, body, options={"link_bytes_per_second": 1e6})) < 2
+    assert max(threads(2, body, options={"link": "1MB"})) < 2
 
 
 # ------------------------------------------------------------------------------ congestion control
