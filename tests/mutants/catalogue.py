@@ -83,11 +83,11 @@ WAITS = (
         "collectives/test_queue.py",
     ),
     Mutant(
-        "frame-checksum-that-follows-not-awaited",
+        "frame-checksum-not-compared",
         "csrc/transports/tcp/channel.cpp::TcpChannel::pull_payload",
-        "header.checks == FrameHeader::kNext",
+        "socket.in_crc != header.payload",
         "false",
-        "transports/tcp/test_frames.py::test_a_message_waits_for_its_last_checksum",
+        "transports/tcp/test_frames.py::test_damaged_payload_is_found_and_named",
     ),
     Mutant(
         "requests-of-a-cut-control-connection-lost",
