@@ -3,13 +3,16 @@
 
 #include <fcntl.h>
 #include <pthread.h>
+#include <sys/resource.h>
 #include <unistd.h>
 
 #include <mutex>
 #include <set>
+#include <system_error>
 #include <utility>
 
 #include "core/descriptor.h"
+#include "core/error.h"
 
 namespace pycomm {
 namespace {
@@ -83,5 +86,17 @@ int Fd::release() {
   if (fd_ >= 0) Registry::get().forget(fd_);
   return std::exchange(fd_, -1);
 }
+
+std::string error_text(int error) {
+  std::string text = std::generic_category().message(error);
+  if (error == ENFILE) text += ": the machine's limit is fs.file-max (sysctl)";
+  if (error != EMFILE) return text;
+  rlimit limit = {};
+  ::getrlimit(RLIMIT_NOFILE, &limit);
+  return text + ": the process has no descriptor left of the " + std::to_string(limit.rlim_cur) +
+         " that RLIMIT_NOFILE allows it; raise it (ulimit -n), or close files";
+}
+
+void throw_errno(const std::string& what) { throw Error(what + ": " + error_text(errno)); }
 
 }  // namespace pycomm

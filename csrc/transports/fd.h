@@ -1,5 +1,7 @@
-// Fd: the owner of a file descriptor.
+// Fd: the owner of a file descriptor, and the texts of the kernel's errors.
 #pragma once
+#include <cerrno>
+#include <string>
 
 namespace pycomm {
 
@@ -26,5 +28,13 @@ class Fd {
  private:
   int fd_ = -1;
 };
+
+/// True if the process, or its machine, has no free descriptor. That may pass.
+inline bool lacks_descriptor(int error) { return error == EMFILE || error == ENFILE; }
+/// Returns "Connection refused" and the like. Where no descriptor is free it says which limit is
+/// reached, and what to do.
+std::string error_text(int error);
+/// Throws Error with the text of errno behind `what`.
+[[noreturn]] void throw_errno(const std::string& what);
 
 }  // namespace pycomm

@@ -10,7 +10,6 @@
 #include <cerrno>
 #include <cstddef>
 #include <cstring>
-#include <system_error>
 
 #include "core/error.h"
 #include "transports/process.h"
@@ -21,12 +20,6 @@ namespace {
 
 constexpr Milliseconds kStep(40);  // of a wait, between two interrupt checks
 constexpr Milliseconds kLongest = std::chrono::hours(24);  // that poll() can count
-
-[[noreturn]] void throw_errno(const std::string& what) {
-  const int error = errno;
-  throw Error("shm: cannot " + what + ": " + std::generic_category().message(error) +
-              (error == EMFILE ? "; raise the limit of open files (ulimit -n)" : ""));
-}
 
 Fd make_socket(int flags = SOCK_NONBLOCK) {
   return Fd(::socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC | flags, 0));
@@ -93,9 +86,9 @@ std::string sharers_id() {
 }
 
 HostSocket::HostSocket() : name_("pycomm-" + random_secret()), listener_(make_socket()) {
-  if (!listener_) throw_errno("make a Unix socket");
+  if (!listener_) throw_errno("shm: cannot make a Unix socket");
   if (with_name(::bind, listener_, name_) != 0 || ::listen(listener_.get(), SOMAXCONN) != 0) {
-    throw_errno("listen on an abstract Unix socket");
+    throw_errno("shm: cannot listen on an abstract Unix socket");
   }
 }
 
@@ -104,7 +97,7 @@ bool HostSocket::serve(int fd, Milliseconds limit) const {
   if (::poll(&wanted, 1, static_cast<int>(std::min(limit, kLongest).count())) <= 0) return false;
   const Fd peer(::accept4(listener_.get(), nullptr, nullptr, SOCK_CLOEXEC));
   // The peer would stay in the queue, and each further call would find it there.
-  if (!peer && (errno == EMFILE || errno == ENFILE)) throw_errno("accept a peer");
+  if (!peer && lacks_descriptor(errno)) throw_errno("shm: cannot accept a peer");
   return peer && same_user(peer) && send_fd(peer, fd);
 }
 
@@ -120,9 +113,9 @@ HostSocket::State HostSocket::probe(const std::string& name) {
 Fd receive_fd(const std::string& name, Deadline deadline,
               const std::function<void()>& interrupt_check) {
   const Fd socket = make_socket(0);  // it waits where many others do
-  if (!socket) throw_errno("make a Unix socket");
+  if (!socket) throw_errno("shm: cannot make a Unix socket");
   if (with_name(::connect, socket, name) != 0) {
-    throw_errno("connect to the rank that made the shared memory");
+    throw_errno("shm: cannot connect to the rank that made the shared memory");
   }
   if (!same_user(socket))
     throw Error("shm: the shared memory belongs to another user; start all ranks as one user");
@@ -137,7 +130,7 @@ Fd receive_fd(const std::string& name, Deadline deadline,
   }
   Message message;
   const ssize_t bytes = ::recvmsg(socket.get(), &message.header, MSG_CMSG_CLOEXEC);
-  if (bytes < 0) throw_errno("receive the shared memory");
+  if (bytes < 0) throw_errno("shm: cannot receive the shared memory");
   if (bytes == 0)
     throw Error(
         "shm: the rank that made the shared memory closed the connection; look at its own log");

@@ -6,14 +6,9 @@
 
 #include <cerrno>
 #include <set>
-#include <system_error>
 
 namespace pycomm {
 namespace {
-
-[[noreturn]] void throw_errno(const std::string& what) {
-  throw Error(what + ": " + std::generic_category().message(errno));
-}
 
 void pass_on(const Rendezvous& rendezvous, const std::vector<int>& ranks,
              const std::string& outcomes, const HostSocket& socket, int fd) {

@@ -12,7 +12,6 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <system_error>
 #include <thread>
 
 #include "core/error.h"
@@ -75,7 +74,7 @@ class LocalStore final : public Store {
 };
 
 [[noreturn]] void throw_errno(const std::string& what, const std::string& path) {
-  throw Error("store: cannot " + what + " " + path + ": " + std::generic_category().message(errno) +
+  throw Error("store: cannot " + what + " " + path + ": " + error_text(errno) +
               "; check the folder and its rights");
 }
 

@@ -8,7 +8,6 @@
 #include <cerrno>
 #include <cstring>
 #include <new>
-#include <system_error>
 
 #include "core/device.h"
 #include "transports/shared_file.h"
@@ -28,10 +27,6 @@ constexpr size_t kWhole = size_t{2} << 20;
 
 size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 
-[[noreturn]] void throw_errno(const std::string& what) {
-  throw Error("device: cannot " + what + ": " + std::generic_category().message(errno));
-}
-
 std::shared_ptr<void> map(const Fd& file, size_t bytes) {
   struct stat info = {};
   if (::fstat(file.get(), &info) != 0 || static_cast<size_t>(info.st_size) != bytes) {
@@ -39,7 +34,7 @@ std::shared_ptr<void> map(const Fd& file, size_t bytes) {
   }
   void* base =
       ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, file.get(), 0);
-  if (base == MAP_FAILED) throw_errno("map a memory file");
+  if (base == MAP_FAILED) throw_errno("device: cannot map a memory file");
   keep_out_of_dumps(base, bytes);
   return {base, [bytes](void* memory) { ::munmap(memory, bytes); }};
 }

@@ -11,9 +11,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <set>
-#include <system_error>
 
 #include "core/error.h"
+#include "transports/fd.h"
 #include "transports/shm/region.h"
 
 namespace pycomm {
@@ -150,7 +150,7 @@ std::string SharedHeap::take_back(Span<const uint8_t> memory) noexcept {
     taken_back_ = true;
     const auto begin = static_cast<size_t>(memory.data - base_);
     const Range pages{begin / page_ * page_, round_up(begin + memory.size, page_)};
-    return make_private(pages) ? "" : std::generic_category().message(errno);
+    return make_private(pages) ? "" : error_text(errno);
   } catch (const std::exception& e) {
     return e.what();
   }

@@ -14,7 +14,6 @@
 #include <cstdlib>
 #include <iterator>
 #include <set>
-#include <system_error>
 #include <utility>
 
 #include "transports/shared_file.h"
@@ -26,10 +25,6 @@ namespace {
 
 constexpr char kName[] = "shm/name";  ///< name of the socket that passes on the region
 constexpr char kOutcomes[] = "shm/outcome";
-
-[[noreturn]] void throw_errno(const std::string& what) {
-  throw Error("shm: cannot " + what + ": " + std::generic_category().message(errno));
-}
 
 /// Returns the largest file that this process may make: `ulimit -f`, which also limits memory
 /// files.
@@ -70,7 +65,7 @@ std::shared_ptr<void> map_region(Fd file, int ranks, bool& heaps) {
     bytes = SharedRegion::bytes(ranks);
     base = map();
   }
-  if (base == MAP_FAILED) throw_errno("map the shared memory");
+  if (base == MAP_FAILED) throw_errno("shm: cannot map the shared memory");
   keep_out_of_dumps(base, bytes);
   const int fd = file.release();
   return {base, [bytes, fd, device = info.st_dev, inode = info.st_ino](void* memory) {

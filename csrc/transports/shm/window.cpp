@@ -4,10 +4,10 @@
 #include <unistd.h>
 
 #include <cerrno>
-#include <system_error>
 #include <thread>
 
 #include "core/interrupt.h"
+#include "transports/fd.h"
 #include "transports/shm/cma.h"
 #include "transports/shm/failure_detector.h"
 
@@ -117,7 +117,7 @@ void Window::throw_unreadable(int rank, int error) {
     std::this_thread::sleep_for(Milliseconds(1));
   } while (!exit_deadline.expired());
   throw Error(name(rank_) + " cannot read the memory of " + name(rank) + " for " +
-              pycomm::describe(tag_) + ": " + std::generic_category().message(error) +
+              pycomm::describe(tag_) + ": " + error_text(error) +
               "; a collective's buffers must stay mapped and readable until it ends");
 }
 

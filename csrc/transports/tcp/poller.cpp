@@ -36,7 +36,7 @@ Poller::Poller(uint16_t lane, int rank, Control& control, Pacer& pacer, bool spi
   if (!epoll_ || !doorbell_ ||
       ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, control.wait_fd(), &event) != 0 ||
       ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, doorbell_.get(), &doorbell) != 0) {
-    throw Error("tcp: cannot make an epoll: " + error_text(errno));
+    throw_errno("tcp: cannot make an epoll");
   }
 }
 
@@ -45,7 +45,7 @@ void Poller::watch(int fd, Readiness& readiness) {
   event.events = EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET;
   event.data.ptr = &readiness;
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) {
-    throw Error("tcp: cannot watch a connection: " + error_text(errno));
+    throw_errno("tcp: cannot watch a connection");
   }
 }
 

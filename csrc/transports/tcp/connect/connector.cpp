@@ -68,7 +68,7 @@ Connector::Connector(const Rendezvous& rendezvous, PeerDirectory directory)
       process_(::getpid()),
       wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       by_rank_(static_cast<size_t>(size_)) {
-  if (!wake_) throw Error("tcp: cannot make an eventfd: " + error_text(errno));
+  if (!wake_) throw_errno("tcp: cannot make an eventfd");
   for (const Peer& peer : directory_.peers) {
     links_.push_back(std::make_unique<Link>());
     links_.back()->peer = peer;
@@ -554,7 +554,7 @@ void Connector::starve(Clock::time_point& since, int error, bool may_wait) const
   if (since == Clock::time_point()) since = now;
   if (may_wait && now - since < kStarvedFor) return;
   throw Error("tcp: rank " + std::to_string(rank_) +
-              " can make no connection: " + no_descriptor_text(error));
+              " can make no connection: " + error_text(error));
 }
 
 // The peer's listener is gone, and so is its process.

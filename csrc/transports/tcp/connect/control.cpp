@@ -77,7 +77,7 @@ Control::Control(const SharedRankState* rank_state)
     : rank_state_(rank_state),
       epoll_(::epoll_create1(EPOLL_CLOEXEC)),
       wake_(::eventfd(0, EFD_CLOEXEC)) {
-  if (!epoll_ || !wake_) throw Error("tcp: cannot make an epoll: " + error_text(errno));
+  if (!epoll_ || !wake_) throw_errno("tcp: cannot make an epoll");
   epoll_event event = {};
   event.events = EPOLLIN;
   ::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, wake_.get(), &event);
@@ -101,7 +101,7 @@ void Control::watch(Peer& peer) {
   event.events = EPOLLIN;
   event.data.ptr = &peer;
   if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, peer.sock.get(), &event) != 0) {
-    throw Error("tcp: cannot watch a connection: " + error_text(errno));
+    throw_errno("tcp: cannot watch a connection");
   }
 }
 

@@ -80,7 +80,7 @@ Endpoint::Endpoint(const Address& at, const GroupOptions& options)
 
 void Endpoint::start() {
   wake_ = Fd(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
-  if (!wake_) throw Error("endpoint: " + error_text(errno));
+  if (!wake_) throw_errno("endpoint: cannot make an eventfd");
   thread_ = std::make_unique<std::thread>([this] { run(); });
 }
 

@@ -140,10 +140,9 @@ std::string host_id() {
   struct stat space = {};
   if (machine.empty() || ::stat("/proc/self/ns/net", &space) != 0) {
     const Fd file(::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
-    const int error = file ? ENOENT : errno;
-    throw Error("tcp: cannot tell hosts apart: /proc cannot be read: " + error_text(error) +
-                (error == EMFILE ? "; raise the limit of open files (ulimit -n)"
-                                 : "; mount it in this container"));
+    throw Error("tcp: cannot tell hosts apart: /proc cannot be read: " +
+                (!file && lacks_descriptor(errno) ? error_text(errno)
+                                                  : "mount it in this container"));
   }
   return machine + "/" + std::to_string(space.st_dev) + ":" + std::to_string(space.st_ino);
 }

@@ -6,13 +6,11 @@
 #include <linux/tcp.h>
 #include <poll.h>
 #include <sys/ioctl.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <system_error>
 
 #include "core/error.h"
 
@@ -132,17 +130,6 @@ std::string Address::text() const {
   return host + ":" + std::to_string(port());
 }
 
-std::string error_text(int error) { return std::generic_category().message(error); }
-
-std::string no_descriptor_text(int error) {
-  if (error == ENFILE) return error_text(error) + ": the machine's limit is fs.file-max (sysctl)";
-  rlimit limit = {};
-  ::getrlimit(RLIMIT_NOFILE, &limit);
-  return error_text(error) + ": the process has no descriptor left of the " +
-         std::to_string(limit.rlim_cur) +
-         " that RLIMIT_NOFILE allows it; raise it (ulimit -n), or close files";
-}
-
 namespace {
 
 Fd make_socket(int family) {
@@ -160,10 +147,7 @@ void set_no_delay(int fd) {
 Fd listen_on(const Address& address, const PortRange& ports) {
   for (int port = ports.first; port <= ports.last; port++) {
     Fd fd = make_socket(address.family());
-    if (!fd) {
-      throw Error("tcp: cannot make a socket: " +
-                  (lacks_descriptor(errno) ? no_descriptor_text(errno) : error_text(errno)));
-    }
+    if (!fd) throw_errno("tcp: cannot make a socket");
     // Connections of an earlier group that the kernel still remembers do not hold a port; a socket
     // that listens there does.
     const int on = 1;

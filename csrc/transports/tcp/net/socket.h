@@ -53,13 +53,6 @@ std::string list_text(const std::vector<Address>& addresses);
 /// Returns the parts of "a,b,c".
 std::vector<std::string> split_list(const std::string& text);
 
-/// Returns "Connection refused" and the like.
-std::string error_text(int error);
-/// True if the process, or its machine, has no free descriptor. That may pass.
-inline bool lacks_descriptor(int error) { return error == EMFILE || error == ENFILE; }
-/// Returns an error text for this: which limit is reached, and what to do.
-std::string no_descriptor_text(int error);
-
 /// Returns a listening socket on the first free port of the range, or on one that the kernel picks.
 /// Throws Error.
 Fd listen_on(const Address& address, const PortRange& ports = {});
