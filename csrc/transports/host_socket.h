@@ -41,7 +41,8 @@ Fd receive_fd(
 
 /// Returns a string that is equal for processes of one host: same machine (transports/process.h),
 /// same user, and same network namespace. Ranks in different network namespaces count as different
-/// hosts, and could not connect to each other's socket anyway.
+/// hosts, and could not connect to each other's socket anyway. Cloned machines may have the same:
+/// a HostSocket is the proof.
 std::string host_id();
 /// Returns a string that is equal for processes of one host that see each other by the same process
 /// numbers, and so may share memory: others could not tell when one of them dies. Whether they do

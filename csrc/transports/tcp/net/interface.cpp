@@ -2,19 +2,15 @@
 // one host; else the route to the store; else the first that other hosts may reach.
 #include "transports/tcp/net/interface.h"
 
-#include <fcntl.h>
 #include <fnmatch.h>
 #include <ifaddrs.h>
 #include <net/if.h>
 #include <netdb.h>
 #include <sched.h>
-#include <sys/stat.h>
 
 #include <algorithm>
-#include <cerrno>
 
 #include "core/error.h"
-#include "transports/process.h"
 
 namespace pycomm::tcp {
 namespace {
@@ -133,18 +129,6 @@ std::vector<Interface> interfaces() {
   }
   ::freeifaddrs(list);
   return result;
-}
-
-std::string host_id() {
-  const std::string machine = machine_name();
-  struct stat space = {};
-  if (machine.empty() || ::stat("/proc/self/ns/net", &space) != 0) {
-    const Fd file(::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
-    throw Error("tcp: cannot tell hosts apart: /proc cannot be read: " +
-                (!file && lacks_descriptor(errno) ? error_text(errno)
-                                                  : "mount it in this container"));
-  }
-  return machine + "/" + std::to_string(space.st_dev) + ":" + std::to_string(space.st_ino);
 }
 
 std::string cpu_mask() {

@@ -16,11 +16,6 @@ struct Interface {
 /// first.
 PYCOMM_API std::vector<Interface> interfaces();
 
-/// Returns a string that is equal for two processes that reach each other by the loopback
-/// interface: same machine (transports/process.h), same network namespace. Cloned machines may have
-/// the same: transports/host_socket.h is the proof.
-std::string host_id();
-
 /// Returns the CPUs on which this process may run: a '1' or '0' for each.
 std::string cpu_mask();
 
