@@ -84,9 +84,8 @@ def answer(processor, request: bytes) -> bytes:
 
 
 def test_the_emulated_processor_lacks_what_its_name_says(processor):
-    level, *ways = answer(processor, b"simd").decode().split()
+    level = answer(processor, b"simd").decode()
     assert level == EMULATED.get(processor[0], level)
-    assert processor[0] != "aarch64" or ways == ["streams", "instruction", "table"]
 
 
 @cache
