@@ -25,8 +25,6 @@ constexpr char kReady[] = "device/ready";  // topic of each rank's outcome
 /// whose bytes an exported handle would expose too.
 constexpr size_t kWhole = size_t{2} << 20;
 
-size_t rounded(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
 std::shared_ptr<void> map(const Fd& file, size_t bytes) {
   struct stat info = {};
   if (::fstat(file.get(), &info) != 0 || static_cast<size_t>(info.st_size) != bytes) {
@@ -107,7 +105,7 @@ struct PeerWorkspace::RankInfo {
 };
 
 PeerWorkspace::PeerWorkspace(const Rendezvous& rendezvous, int index, const Options& options)
-    : bytes_(rounded(options.bytes, page_size())) {
+    : bytes_(round_up(options.bytes, page_size())) {
   check(rendezvous, index, options);
   const RankInfo ours = own_info(index, options);
   const std::vector<RankInfo> infos = exchange_info(rendezvous, ours);
@@ -152,7 +150,7 @@ PeerWorkspace::RankInfo PeerWorkspace::own_info(int index, const Options& option
   device::properties(index).uuid.copy(ours.gpu, sizeof ours.gpu);
   if (options.memory == "host") return ours;
   outcome_of([&] {  // peers will see what is missing
-    shown_ = device::allocate(index, rounded(sizeof(Flags) + bytes_, kWhole));
+    shown_ = device::allocate(index, round_up(sizeof(Flags) + bytes_, kWhole));
     ours.shown = reinterpret_cast<uint64_t>(shown_.get());
     device::export_memory(shown_.get()).copy(ours.ipc_handle, sizeof ours.ipc_handle);
     ours.exported = 1;
@@ -185,7 +183,7 @@ std::vector<PeerWorkspace::RankInfo> PeerWorkspace::exchange_info(const Rendezvo
 /// Regions are whole pages, since a host exposes to its device only the pages of its own control
 /// page.
 size_t PeerWorkspace::region() const {
-  return rounded(sizeof(ControlPage) + sizeof(Flags) + bytes_, page_size());
+  return round_up(sizeof(ControlPage) + sizeof(Flags) + bytes_, page_size());
 }
 
 ControlPage& PeerWorkspace::control(int rank) const {

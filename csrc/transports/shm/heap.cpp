@@ -27,8 +27,6 @@ constexpr size_t kKeep = size_t{256} << 20;
 /// Pages are given back after every copy of this size: that is how much memory is held twice.
 constexpr size_t kCopy = size_t{16} << 20;
 
-size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
 /// Has the kernel copy the pages of a private mapping that are still those of its file. A write of
 /// another thread in the same moment is not lost. Where a failed exchange writes nothing (Arm) that
 /// of a peer, in the file's page, must not let a page go uncopied.

@@ -8,8 +8,6 @@ namespace {
 
 static_assert(sizeof(Header) % kPart == 0 && sizeof(Ring) % kPart == 0);
 
-size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
-
 size_t rank_slots_end(int ranks) {
   return round_up(sizeof(Header) + static_cast<size_t>(ranks) * sizeof(RankSlot), kPart);
 }

@@ -81,6 +81,7 @@ struct alignas(kPart) Header {
   uint32_t permits;
 };
 
+inline size_t round_up(size_t bytes, size_t unit) { return (bytes + unit - 1) / unit * unit; }
 /// Returns the page size of the running kernel.
 size_t page_size();
 /// Keeps a mapping that ranks share out of core dumps: heaps are huge and sparse, and reading

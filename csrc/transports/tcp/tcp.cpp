@@ -253,13 +253,8 @@ std::unique_ptr<Transport> TcpSetup::make(const Rendezvous& rendezvous,
   tcp::openssl::warn_of_weakness(options_);
   std::vector<int> peers;
   for (const int rank : ranks) {
-    if (rank < 0 || rank >= rendezvous.size) {
-      throw Error("tcp: rank " + std::to_string(rank) + " is not in a group of " +
-                  std::to_string(rendezvous.size));
-    }
     if (rank != rendezvous.rank) peers.push_back(rank);
   }
-  std::sort(peers.begin(), peers.end());
   return std::make_unique<tcp::TcpTransport>(rendezvous, peers, options_, std::move(announced_),
                                              rank_state);
 }
