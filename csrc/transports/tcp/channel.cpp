@@ -107,7 +107,7 @@ uint64_t TcpChannel::send(const OpTag& tag, Span<const uint8_t> data) {
   const uint64_t ticket = sent_ + outgoing_.size();
   if (sockets_.empty() && !opening_ && !connected()) {
     opening_ = true;
-    connector_.open(peer_, poller_.lane());
+    connector_.request({peer_, poller_.lane()});
   }
   if (cutting_ + 1 == outgoing_.size()) {
     const size_t first = turn_;
@@ -526,7 +526,7 @@ void TcpChannel::cut(Socket& socket, const std::string& how) {
   cuts_++;
   if (poller_.control().gone(peer_)) return;
   socket.reopening = true;
-  connector_.reopen({peer_, poller_.lane(), socket.number, socket.generation});
+  connector_.request({peer_, poller_.lane(), socket.number, socket.generation});
 }
 
 // Copies unacknowledged bytes when there is nothing else to do, so that callers get their memory

@@ -43,8 +43,7 @@ class TcpTransport final : public Transport {
                         !all_loopback(connector_.directory().own.interfaces)),
         channels_(static_cast<size_t>(rendezvous.size)) {
     connector_.connect_all(control_, rendezvous.interrupt_check);
-    control_.on_ask([this](int rank, int lane) { connector_.open(rank, lane); });
-    control_.on_cut([this](const LostConnection& broken) { connector_.reopen(broken); });
+    control_.on_wanted([this](const WantedConnection& wanted) { connector_.request(wanted); });
     control_.on_close([this] { connector_.wake(); });
     for (uint16_t lane = 0; lane < kLanes; lane++) {
       pollers_[lane] = std::make_unique<Poller>(lane, rendezvous.rank, control_, pacer_,
@@ -236,7 +235,6 @@ class TcpTransport final : public Transport {
 
 TcpSetup::TcpSetup(const GroupOptions& options, bool may_span_hosts)
     : options_(options), may_span_hosts_(may_span_hosts) {}
-TcpSetup::~TcpSetup() = default;
 
 void TcpSetup::announce(const Rendezvous& rendezvous) {
   announced_ = tcp::announce_peer(rendezvous, options_, may_span_hosts_);

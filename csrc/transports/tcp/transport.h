@@ -15,7 +15,6 @@ class PYCOMM_API TcpSetup {
   /// `options` must live as long as this. `may_span_hosts`: false if all ranks are known to be on
   /// one host.
   explicit TcpSetup(const GroupOptions& options, bool may_span_hosts = true);
-  ~TcpSetup();
 
   /// Announces what make() publishes about this rank's host, with the exchange that begins a group,
   /// so that it needs none of its own.

@@ -176,7 +176,6 @@ void Connector::run() {
     if (control_->aborted()) return report_abort();
     try {
       process_requests();
-      reconnect();
       turn();
       if (directory_.paths() > 1) control_->leave_silent_paths();
       tick_again_ = on_tick_();
@@ -198,33 +197,33 @@ void Connector::report_abort() {
   }
 }
 
-void Connector::open(int rank, int lane) {
+void Connector::request(const WantedConnection& wanted) {
   {
     std::lock_guard<std::mutex> lock(requests_mutex_);
-    pending_requests_.emplace_back(rank, lane);
+    requests_.push_back(wanted);
   }
   wake();
 }
 
 void Connector::process_requests() {
-  std::vector<std::pair<int, int>> requests;
+  std::vector<WantedConnection> requests;
   {
     std::lock_guard<std::mutex> lock(requests_mutex_);
-    requests.swap(pending_requests_);
+    requests.swap(requests_);
   }
-  for (const auto& [rank, lane] : requests) {
-    Link& wanted = link(rank);
-    bool ask = false;
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      LaneState& lane_state = wanted.lane_states[static_cast<size_t>(lane)];
-      if (lane_state.wanted || lane_state.complete()) continue;
-      lane_state.wanted = true;
-      ask = rank > rank_;
-      if (!ask) connect(wanted, static_cast<uint16_t>(lane), wanted.round_trip);
-    }
-    if (ask) control_->ask_to_connect(rank, lane);
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const WantedConnection& wanted : requests) {
+    wanted.socket < 0 ? open(wanted) : reopen(wanted);
   }
+}
+
+void Connector::open(const WantedConnection& wanted) {
+  Link& link = this->link(wanted.rank);
+  LaneState& lane_state = link.lane_states[static_cast<size_t>(wanted.lane)];
+  if (lane_state.wanted || lane_state.complete()) return;
+  lane_state.wanted = true;
+  if (wanted.rank > rank_) return control_->ask_to_connect(wanted);
+  connect(link, static_cast<uint16_t>(wanted.lane), link.round_trip);
 }
 
 bool Connector::ready(int rank, int lane) const {
@@ -329,7 +328,7 @@ void Connector::turn() {
 
 void Connector::join(Link& link, const Hello& hello, SecureSocket sock) {
   if (hello.lane == kCallBack) {  // from a lower rank
-    reopen({link.peer.rank, kControl, 0, hello.generation});
+    request({link.peer.rank, kControl, 0, hello.generation});
     return;
   }
   if (hello.lane != kControl) {
@@ -633,33 +632,15 @@ void Connector::note_refusal(const PendingConnection& pending, bool refused) {
 
 // ------------------------------------------------------------------------------ cut connections
 
-Connector::SocketState& Connector::state_of(const LostConnection& broken) const {
-  Link& wanted = link(broken.rank);
-  if (broken.lane == kControl) return wanted.control_state;
-  return wanted.lane_states[static_cast<size_t>(broken.lane)]
-      .socket_states[static_cast<size_t>(broken.socket)];
-}
-
-void Connector::reopen(const LostConnection& broken) {
-  {
-    std::lock_guard<std::mutex> lock(requests_mutex_);
-    lost_connections_.push_back(broken);
-  }
-  wake();
-}
-
-void Connector::reconnect() {
-  std::vector<LostConnection> broken_ones;
-  {
-    std::lock_guard<std::mutex> lock(requests_mutex_);
-    broken_ones.swap(lost_connections_);
-  }
-  std::lock_guard<std::mutex> lock(mutex_);
-  for (const LostConnection& broken : broken_ones) reconnect(broken);
+Connector::SocketState& Connector::state_of(const WantedConnection& wanted) const {
+  Link& link = this->link(wanted.rank);
+  if (wanted.lane == kControl) return link.control_state;
+  return link.lane_states[static_cast<size_t>(wanted.lane)]
+      .socket_states[static_cast<size_t>(wanted.socket)];
 }
 
 // Both ends may have noticed the cut, or one alone.
-void Connector::reconnect(const LostConnection& broken) {
+void Connector::reopen(const WantedConnection& broken) {
   if (broken.lane != kControl && broken.socket >= sockets(broken.rank, broken.lane)) return;
   SocketState& state = state_of(broken);
   if (!state.established || state.broken || state.generation != broken.generation) return;
@@ -689,7 +670,7 @@ void Connector::ask_again(Link& link) {
   if (link.peer.rank < rank_) return;
   for (int lane = 0; lane < kLanes; lane++) {
     LaneState& lane_state = link.lane_states[static_cast<size_t>(lane)];
-    if (lane_state.wanted && !lane_state.complete()) control_->ask_to_connect(link.peer.rank, lane);
+    if (lane_state.wanted && !lane_state.complete()) control_->ask_to_connect({link.peer.rank, lane});
     for (size_t socket = 0; socket < lane_state.socket_states.size(); socket++) {
       const SocketState& state = lane_state.socket_states[socket];
       if (!state.broken) continue;

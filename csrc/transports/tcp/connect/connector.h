@@ -70,13 +70,10 @@ class Connector {
 
   // These may be called by any thread:
 
-  /// Requests the sockets of the lane. Returns at once.
-  void open(int rank, int lane);
   /// Lets the thread look at everything once. Any thread.
   void wake();
-  /// Reports that this connection is cut. Returns at once; take() returns a new one later, unless
-  /// the peer is dead.
-  void reopen(const LostConnection& broken);
+  /// Requests this connection. Returns at once; take() returns it later, unless the peer is dead.
+  void request(const WantedConnection& wanted);
   /// True once the sockets of the lane are connected.
   bool ready(int rank, int lane) const;
   /// Returns the number of sockets of a lane that is ready.
@@ -144,14 +141,14 @@ class Connector {
   };
 
   Link& link(int rank) const { return *by_rank_[static_cast<size_t>(rank)]; }
-  SocketState& state_of(const LostConnection& broken) const;
+  SocketState& state_of(const WantedConnection& wanted) const;
   void run();
   void report_abort();
   bool wait();
   void turn();
   void process_requests();
-  void reconnect();
-  void reconnect(const LostConnection& broken);
+  void open(const WantedConnection& wanted);
+  void reopen(const WantedConnection& broken);
   void ask_again(Link& link);
   Hello hello_to(const Link& link, uint16_t lane) const;
   uint16_t sockets_of(const Link& link, uint16_t lane) const;
@@ -201,8 +198,7 @@ class Connector {
   int refused_ = 0;
 
   std::mutex requests_mutex_;
-  std::vector<std::pair<int, int>> pending_requests_;  // rank and lane
-  std::vector<LostConnection> lost_connections_;
+  std::vector<WantedConnection> requests_;
   std::atomic<bool> has_errors_{false}, stop_{false};
   std::unique_ptr<std::thread> thread_;
 };

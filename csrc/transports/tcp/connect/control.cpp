@@ -41,8 +41,8 @@ struct Control::Message {
 
   uint32_t magic = kMagic;
   Kind kind;
-  uint32_t lane = 0;    // the lane to connect:
-  int32_t socket = -1;  // this one again, or, if negative, all of them for the first time
+  uint32_t lane = 0;  // these are those of a WantedConnection
+  int32_t socket = -1;
   uint32_t generation = 0;
   uint8_t body[Notice::kBytes] = {};  // an encoded Notice, or the bytes of a RankState
   uint32_t checksum = 0;
@@ -187,7 +187,7 @@ void Control::lose(Peer& peer) {
   if (peer.state != State::here) return;
   peer.cut_at = Clock::now();
   peer.state.store(State::cut, std::memory_order_release);
-  if (on_cut_) on_cut_({peer.rank, kControl, 0, peer.generation});
+  if (on_wanted_) on_wanted_({peer.rank, kControl, 0, peer.generation});
 }
 
 void Control::leave_silent_paths() {
@@ -208,12 +208,9 @@ void Control::on_message(Peer& peer, const Message& message) {
       peer.heard = true;
       return;
     case Message::Kind::connect:
-      if (message.lane >= kLanes) return;
-      if (message.socket < 0 && on_ask_) on_ask_(peer.rank, static_cast<int>(message.lane));
-      if (message.socket >= 0 && on_cut_) {
-        on_cut_({peer.rank, static_cast<int>(message.lane), message.socket, message.generation});
-      }
-      return;
+      if (message.lane >= kLanes || !on_wanted_) return;
+      return on_wanted_(
+          {peer.rank, static_cast<int>(message.lane), message.socket, message.generation});
     case Message::Kind::abort:
       return end_group(message);
     case Message::Kind::ask:
@@ -291,20 +288,13 @@ void Control::tell_all(const Message& message) noexcept {
   for (const auto& peer : peers_) tell(*peer, message);
 }
 
-void Control::ask_to_connect(int rank, int lane) noexcept {
+void Control::ask_to_connect(const WantedConnection& wanted) noexcept {
   std::lock_guard<std::mutex> lock(mutex_);
   Message message(Message::Kind::connect);
-  message.lane = static_cast<uint32_t>(lane);
-  tell(*find(rank), message);
-}
-
-void Control::ask_to_connect(const LostConnection& broken) noexcept {
-  std::lock_guard<std::mutex> lock(mutex_);
-  Message message(Message::Kind::connect);
-  message.lane = static_cast<uint32_t>(broken.lane);
-  message.socket = broken.socket;
-  message.generation = broken.generation;
-  tell(*find(broken.rank), message);
+  message.lane = static_cast<uint32_t>(wanted.lane);
+  message.socket = wanted.socket;
+  message.generation = wanted.generation;
+  tell(*find(wanted.rank), message);
 }
 
 void Control::abort(const Notice& notice) noexcept {

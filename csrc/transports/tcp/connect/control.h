@@ -29,19 +29,16 @@ class Control {
 
   /// At set-up only. `address` is for error texts.
   void add(int rank, const Address& address, SecureSocket sock);
-  /// At set-up only. Sets the action for a peer's request to connect a lane; called from any
-  /// thread.
-  void on_ask(std::function<void(int rank, int lane)> connect) { on_ask_ = std::move(connect); }
-  /// At set-up only. Sets the action for a connection that is cut: a control connection, or one
-  /// that a peer reports; called from any thread.
-  void on_cut(std::function<void(const LostConnection&)> reopen) { on_cut_ = std::move(reopen); }
+  /// At set-up only. Sets the action for connections to make: a control connection that is cut, or
+  /// those that a peer asks for; called from any thread.
+  void on_wanted(std::function<void(const WantedConnection&)> connect) {
+    on_wanted_ = std::move(connect);
+  }
   /// At set-up only. Sets the action for a peer's close, which answer_close() acknowledges; called
   /// from any thread.
   void on_close(std::function<void()> look) { on_close_ = std::move(look); }
-  /// Asks a higher rank to connect a lane with us.
-  void ask_to_connect(int rank, int lane) noexcept;
-  /// Asks a higher rank to make a connection of a lane again.
-  void ask_to_connect(const LostConnection& broken) noexcept;
+  /// Asks a higher rank to connect with us.
+  void ask_to_connect(const WantedConnection& wanted) noexcept;
 
   /// Replaces a connection that was cut.
   void renew(int rank, uint32_t generation, SecureSocket sock);
@@ -123,8 +120,7 @@ class Control {
   Fd epoll_, wake_;
   mutable std::mutex mutex_;
   std::vector<std::unique_ptr<Peer>> peers_;
-  std::function<void(int, int)> on_ask_;
-  std::function<void(const LostConnection&)> on_cut_;
+  std::function<void(const WantedConnection&)> on_wanted_;
   std::function<void()> on_close_;
   std::atomic<bool> aborted_{false};
   uint8_t abort_notice_[Notice::kBytes] = {};  // encoded; written once, before aborted_

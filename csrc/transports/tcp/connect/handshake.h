@@ -32,12 +32,12 @@ constexpr uint16_t kControl = 0xffff;
 /// connection again. It ends with the handshake.
 constexpr uint16_t kCallBack = 0xfffe;
 
-/// A connection that was cut and is to be made again.
-struct LostConnection {
+/// A connection that was cut and is to be made again, or the first ones of a lane.
+struct WantedConnection {
   int rank;
-  int lane;  ///< or kControl
-  int socket;
-  uint32_t generation;
+  int lane;                 ///< or kControl
+  int socket = -1;          ///< of the lane; negative: all, for the first time
+  uint32_t generation = 0;  ///< of the one that was cut
 };
 
 /// The purpose of a connection. Sent as it is in memory.
