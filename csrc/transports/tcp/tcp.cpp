@@ -39,8 +39,7 @@ class TcpTransport final : public Transport {
         control_(rank_state),
         connector_(rendezvous,
                    exchange_addresses(rendezvous, peers, options, std::move(announced))),
-        checks_payload_(!encrypts(options) &&
-                        !all_loopback(connector_.directory().own.interfaces)),
+        checks_payload_(!encrypts(options) && !all_loopback(connector_.directory().own.interfaces)),
         channels_(static_cast<size_t>(rendezvous.size)) {
     connector_.connect_all(control_, rendezvous.interrupt_check);
     control_.on_wanted([this](const WantedConnection& wanted) { connector_.request(wanted); });

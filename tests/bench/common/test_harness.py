@@ -108,9 +108,9 @@ def test_table_lines_up_and_marks_what_has_no_meaning(capsys):
 
 def test_rows_name_set_variables_but_no_secret(monkeypatch):
     monkeypatch.setenv("PYCOMM_SECRET", "told to nobody")
-    monkeypatch.setenv("PYCOMM_CHECKSUM", "header")
+    monkeypatch.setenv("PYCOMM_SOCKETS", "3")
     command = Origin.here("python -m pycomm.bench codecs").command
-    assert command == "PYCOMM_CHECKSUM=header python -m pycomm.bench codecs"
+    assert command == "PYCOMM_SOCKETS=3 python -m pycomm.bench codecs"
 
 
 @pytest.mark.parametrize("text", ["", "K", "-8", "1.3", "8T", "8 K"])

@@ -670,7 +670,8 @@ void Connector::ask_again(Link& link) {
   if (link.peer.rank < rank_) return;
   for (int lane = 0; lane < kLanes; lane++) {
     LaneState& lane_state = link.lane_states[static_cast<size_t>(lane)];
-    if (lane_state.wanted && !lane_state.complete()) control_->ask_to_connect({link.peer.rank, lane});
+    if (lane_state.wanted && !lane_state.complete())
+      control_->ask_to_connect({link.peer.rank, lane});
     for (size_t socket = 0; socket < lane_state.socket_states.size(); socket++) {
       const SocketState& state = lane_state.socket_states[socket];
       if (!state.broken) continue;
