@@ -109,7 +109,9 @@ void bootstrap(const Rendezvous& rendezvous, const CommunicatorOptions& options,
                Membership& membership, ShmSetup& shm, TcpSetup& tcp) {
   const std::string ours = compatibility_text(rendezvous, options);
   if (options.transport != "tcp") shm.announce(rendezvous);
-  if (options.transport != "shm") tcp.announce(rendezvous);
+  if (options.transport != "shm") {
+    tcp.announce(rendezvous, !options.parent || options.parent->uses_network());
+  }
   announce(rendezvous, kLinkTopic, link_value(rendezvous, options));
   const std::vector<std::string> values = all_gather_values(
       rendezvous, Membership::kTopic, all_ranks(rendezvous), membership.first_value(ours));
@@ -165,7 +167,7 @@ ChannelMesh::ChannelMesh(Rendezvous rendezvous, const CommunicatorOptions& optio
 void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOptions& options,
                           Membership& membership) {
   ShmSetup shm;
-  TcpSetup tcp(options, !options.parent || options.parent->uses_network());
+  TcpSetup tcp(options);
   bootstrap(rendezvous, options, membership, shm, tcp);
   const std::vector<std::string> links =
       all_gather_values(rendezvous, kLinkTopic, all_ranks(rendezvous), "");  // announced

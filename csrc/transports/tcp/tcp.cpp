@@ -31,15 +31,14 @@ bool all_loopback(const std::vector<Interface>& interfaces) {
 
 class TcpTransport final : public Transport {
  public:
-  TcpTransport(const Rendezvous& rendezvous, const std::vector<int>& peers,
-               const GroupOptions& options, AnnouncedPeer announced,
+  TcpTransport(const Rendezvous& rendezvous, const std::vector<int>& peers, PeerDirectory directory,
                const SharedRankState* rank_state)
       : peers_(peers),
-        pacer_(parse_link_rate(options.link).paced),
+        pacer_(parse_link_rate(directory.options.link).paced),
         control_(rank_state),
-        connector_(rendezvous,
-                   exchange_addresses(rendezvous, peers, options, std::move(announced))),
-        checks_payload_(!encrypts(options) && !all_loopback(connector_.directory().own.interfaces)),
+        connector_(rendezvous, std::move(directory)),
+        checks_payload_(!connector_.directory().encrypts &&
+                        !all_loopback(connector_.directory().own.interfaces)),
         channels_(static_cast<size_t>(rendezvous.size)) {
     connector_.connect_all(control_, rendezvous.interrupt_check);
     control_.on_wanted([this](const WantedConnection& wanted) { connector_.request(wanted); });
@@ -232,13 +231,6 @@ class TcpTransport final : public Transport {
 }  // namespace
 }  // namespace tcp
 
-TcpSetup::TcpSetup(const GroupOptions& options, bool may_span_hosts)
-    : options_(options), may_span_hosts_(may_span_hosts) {}
-
-void TcpSetup::announce(const Rendezvous& rendezvous) {
-  announced_ = tcp::announce_peer(rendezvous, options_, may_span_hosts_);
-}
-
 std::unique_ptr<Transport> TcpSetup::make(const Rendezvous& rendezvous,
                                           const std::vector<int>& ranks,
                                           const SharedRankState* rank_state) {
@@ -252,7 +244,7 @@ std::unique_ptr<Transport> TcpSetup::make(const Rendezvous& rendezvous,
   for (const int rank : ranks) {
     if (rank != rendezvous.rank) peers.push_back(rank);
   }
-  return std::make_unique<tcp::TcpTransport>(rendezvous, peers, options_, std::move(announced_),
+  return std::make_unique<tcp::TcpTransport>(rendezvous, peers, exchange_.run(rendezvous, peers),
                                              rank_state);
 }
 

@@ -12,22 +12,22 @@ namespace pycomm {
 
 class PYCOMM_API TcpSetup {
  public:
-  /// `options` must live as long as this. `may_span_hosts`: false if all ranks are known to be on
-  /// one host.
-  explicit TcpSetup(const GroupOptions& options, bool may_span_hosts = true);
+  explicit TcpSetup(const GroupOptions& options) : options_(options), exchange_(options) {}
 
   /// Announces what make() publishes about this rank's host, with the exchange that begins a group,
-  /// so that it needs none of its own.
-  void announce(const Rendezvous& rendezvous);
+  /// so that it needs none of its own. `may_span_hosts`: false if all ranks are known to be on one
+  /// host.
+  void announce(const Rendezvous& rendezvous, bool may_span_hosts) {
+    exchange_.announce(rendezvous, may_span_hosts);
+  }
   /// Returns the transport to the given ranks; each of them must be given our rank as well.
   /// `rank_state`: our own state, for peers that ask, or null.
   std::unique_ptr<Transport> make(const Rendezvous& rendezvous, const std::vector<int>& ranks,
                                   const SharedRankState* rank_state = nullptr);
 
  private:
-  const GroupOptions& options_;
-  const bool may_span_hosts_;
-  tcp::AnnouncedPeer announced_;
+  const GroupOptions options_;
+  tcp::AddressExchange exchange_;
 };
 
 }  // namespace pycomm

@@ -68,139 +68,134 @@ std::vector<Address> advertised_addresses(const GroupOptions& options, size_t in
               " interfaces; give one for each, or name the interfaces in PYCOMM_INTERFACE");
 }
 
-class AddressExchange {
- public:
-  AddressExchange(const Rendezvous& rendezvous, const std::vector<int>& peers,
-                  const GroupOptions& options, AnnouncedPeer announced)
-      : rendezvous_(rendezvous),
-        options_(options),
-        us_("rank " + std::to_string(rendezvous.rank)),
-        announced_(std::move(announced)) {
-    directory_.options = options;
-    directory_.encrypts = encrypts(options);
-    directory_.host_proof = announced_.host_proof ? announced_.host_proof : make_host_proof();
-    for (const int peer : peers) {
-      directory_.peers.emplace_back();
-      directory_.peers.back().rank = peer;
-    }
-  }
-
-  PeerDirectory run() {
-    // All ranks of the group take part: where one rank does not reach another by shared memory,
-    // each rank has some that it does not reach so.
-    const auto hosts = all_gather_values(rendezvous_, kHostTopic, all_ranks(rendezvous_),
-                                         host_value(directory_.host_proof.get()));
-    const bool one_host = look_at_hosts(hosts);
-    take_cards(exchange_cards(hosts, one_host));
-    directory_.session = rendezvous_.exchange->session;
-    return std::move(directory_);
-  }
-
- private:
-  // Returns true if all peers are on our host.
-  bool look_at_hosts(const std::vector<std::string>& hosts) {
-    std::istringstream ours(hosts[static_cast<size_t>(rendezvous_.rank)]);
-    std::string host, cpus;
-    ours >> host >> cpus;
-    size_t same = 0;
-    for (Peer& peer : directory_.peers) {
-      std::istringstream theirs(hosts[static_cast<size_t>(peer.rank)]);
-      std::string their_host, mask, proof, process;
-      theirs >> their_host >> mask >> proof >> std::ws;
-      std::getline(theirs, process);
-      peer.process = Process(process);
-      if (their_host != host) continue;
-      const bool no_proof = proof.empty() || proof == kNoProof || !directory_.host_proof;
-      const auto state = no_proof ? HostSocket::State::unknown : HostSocket::probe(proof);
-      if (state == HostSocket::State::closed) continue;  // another machine that seems to be ours
-      if (state == HostSocket::State::open) peer.host_proof = proof;
-      same++;
-      cpus.resize(std::max(cpus.size(), mask.size()), '0');
-      for (size_t k = 0; k < mask.size(); k++) cpus[k] = std::max(cpus[k], mask[k]);
-    }
-    // Ranks that we do not reach by TCP share our memory, and so our host.
-    const size_t here = static_cast<size_t>(rendezvous_.size) - directory_.peers.size() + same;
-    directory_.crowded = here > static_cast<size_t>(std::count(cpus.begin(), cpus.end(), '1'));
-    return same == directory_.peers.size();
-  }
-
-  // Returns the cards of all ranks. Whether they have been announced already, and whether they are
-  // to be used, each rank reads from the same values.
-  std::vector<std::string> exchange_cards(const std::vector<std::string>& hosts, bool one_host) {
-    RendezvousExchange& exchange = *rendezvous_.exchange;
-    const auto card = exchange.received.find(kFarCardTopic);
-    TcpListeners& ours = directory_.own;
-    if (announced_.listeners && card != exchange.received.end() && spans_hosts(hosts)) {
-      ours = std::move(*announced_.listeners);
-      exchange.received[kCardTopic] = card->second;
-    } else {
-      announced_.listeners.reset();  // its ports may be all that PYCOMM_PORTS has
-      ours = listen(options_, one_host);
-    }
-    for (const Interface& interface : ours.interfaces) {
-      if (one_host || !interface.address.is_loopback()) continue;
-      throw Error("tcp: " + us_ + ": the ranks are on several hosts, but \"" + interface.name +
-                  "\" is loopback, which no other host can reach; PYCOMM_INTERFACE (else "
-                  "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME) says \"" +
-                  options_.interface + "\": set it to an interface of your network");
-    }
-    return all_gather_values(rendezvous_, kCardTopic, all_ranks(rendezvous_), ours.card);
-  }
-
-  // The format is "address,address secret tls"; no secret if one was given to all ranks, no "tls"
-  // without encryption.
-  void take_cards(const std::vector<std::string>& cards) {
-    const bool given = !options_.secret.empty();
-    for (Peer& peer : directory_.peers) {
-      std::string card = cards[static_cast<size_t>(peer.rank)];
-      const std::string who = us_ + " and rank " + std::to_string(peer.rank);
-      const size_t mark = card.size() - std::min(card.size(), std::strlen(kTls));
-      const bool tls = card.compare(mark, std::string::npos, kTls) == 0;
-      if (tls) card.resize(mark);
-      if (tls != encrypts(options_)) {
-        throw Error(
-            "tcp: " + who + ": only rank " + std::to_string(tls ? peer.rank : rendezvous_.rank) +
-            " encrypts; set the same PYCOMM_TLS and PYCOMM_SECRET on all ranks, and install "
-            "OpenSSL 3 on all hosts");
-      }
-      const size_t space = std::min(card.find(' '), card.size());
-      peer.addresses = Address::parse_list(card.substr(0, space));
-      if (peer.addresses.empty()) {
-        throw Error("tcp: " + who + ": the store holds \"" + card + "\" instead of an address");
-      }
-      check_paths(who, peer);
-      if ((space == card.size()) != given) {
-        throw Error(
-            "tcp: " + who +
-            ": only one of them was given a secret; set the same PYCOMM_SECRET on all ranks");
-      }
-      peer.secret = given ? directory_.own.secret : card.substr(space + 1);
-    }
-  }
-
-  // A rank with fewer paths would leave some of the others' unused, and unseen.
-  void check_paths(const std::string& who, const Peer& peer) const {
-    const auto list = [](const auto& addresses, const auto& text) {
-      std::string result;
-      for (const auto& each : addresses) result += (result.empty() ? "" : ", ") + text(each);
-      return std::to_string(addresses.size()) + " (" + result + ")";
-    };
-    if (peer.addresses.size() == directory_.paths()) return;
-    throw Error("tcp: " + who + " have different sets of paths: " + us_ + " has " +
-                list(directory_.own.interfaces, [](const Interface& i) { return i.name; }) +
-                ", rank " + std::to_string(peer.rank) + " has " +
-                list(peer.addresses, [](const Address& a) { return a.ip(); }) +
-                "; let PYCOMM_INTERFACE name as many interfaces on each host, in the same order");
-  }
-
-  const Rendezvous& rendezvous_;
-  const GroupOptions& options_;
-  const std::string us_;
-  AnnouncedPeer announced_;
-  PeerDirectory directory_;
-};
-
 }  // namespace
+
+void AddressExchange::announce(const Rendezvous& rendezvous, bool may_span_hosts) {
+  directory_.host_proof = make_host_proof();
+  try {
+    pycomm::announce(rendezvous, kHostTopic, host_value(directory_.host_proof.get()));
+    if (!may_span_hosts) return;
+    TcpListeners listeners = listen(directory_.options, false);
+    pycomm::announce(rendezvous, kFarCardTopic, listeners.card);
+    announced_ = std::move(listeners);
+  } catch (const Error&) {  // of no importance unless the exchange needs it, which says so then
+  }
+}
+
+PeerDirectory AddressExchange::run(const Rendezvous& rendezvous, const std::vector<int>& peers) {
+  us_ = "rank " + std::to_string(rendezvous.rank);
+  directory_.encrypts = encrypts(directory_.options);
+  if (!directory_.host_proof) directory_.host_proof = make_host_proof();
+  for (const int peer : peers) {
+    directory_.peers.emplace_back();
+    directory_.peers.back().rank = peer;
+  }
+  // All ranks of the group take part: where one rank does not reach another by shared memory, each
+  // rank has some that it does not reach so.
+  const auto hosts = all_gather_values(rendezvous, kHostTopic, all_ranks(rendezvous),
+                                       host_value(directory_.host_proof.get()));
+  const bool one_host = look_at_hosts(rendezvous, hosts);
+  take_cards(rendezvous.rank, exchange_cards(rendezvous, hosts, one_host));
+  directory_.session = rendezvous.exchange->session;
+  return std::move(directory_);
+}
+
+// Returns true if all peers are on our host.
+bool AddressExchange::look_at_hosts(const Rendezvous& rendezvous,
+                                    const std::vector<std::string>& hosts) {
+  std::istringstream ours(hosts[static_cast<size_t>(rendezvous.rank)]);
+  std::string host, cpus;
+  ours >> host >> cpus;
+  size_t same = 0;
+  for (Peer& peer : directory_.peers) {
+    std::istringstream theirs(hosts[static_cast<size_t>(peer.rank)]);
+    std::string their_host, mask, proof, process;
+    theirs >> their_host >> mask >> proof >> std::ws;
+    std::getline(theirs, process);
+    peer.process = Process(process);
+    if (their_host != host) continue;
+    const bool no_proof = proof.empty() || proof == kNoProof || !directory_.host_proof;
+    const auto state = no_proof ? HostSocket::State::unknown : HostSocket::probe(proof);
+    if (state == HostSocket::State::closed) continue;  // another machine that seems to be ours
+    if (state == HostSocket::State::open) peer.host_proof = proof;
+    same++;
+    cpus.resize(std::max(cpus.size(), mask.size()), '0');
+    for (size_t k = 0; k < mask.size(); k++) cpus[k] = std::max(cpus[k], mask[k]);
+  }
+  // Ranks that we do not reach by TCP share our memory, and so our host.
+  const size_t here = static_cast<size_t>(rendezvous.size) - directory_.peers.size() + same;
+  directory_.crowded = here > static_cast<size_t>(std::count(cpus.begin(), cpus.end(), '1'));
+  return same == directory_.peers.size();
+}
+
+// Returns the cards of all ranks. Whether they have been announced already, and whether they are
+// to be used, each rank reads from the same values.
+std::vector<std::string> AddressExchange::exchange_cards(const Rendezvous& rendezvous,
+                                                         const std::vector<std::string>& hosts,
+                                                         bool one_host) {
+  RendezvousExchange& exchange = *rendezvous.exchange;
+  const auto card = exchange.received.find(kFarCardTopic);
+  TcpListeners& ours = directory_.own;
+  if (announced_ && card != exchange.received.end() && spans_hosts(hosts)) {
+    ours = std::move(*announced_);
+    exchange.received[kCardTopic] = card->second;
+  } else {
+    announced_.reset();  // its ports may be all that PYCOMM_PORTS has
+    ours = listen(directory_.options, one_host);
+  }
+  for (const Interface& interface : ours.interfaces) {
+    if (one_host || !interface.address.is_loopback()) continue;
+    throw Error("tcp: " + us_ + ": the ranks are on several hosts, but \"" + interface.name +
+                "\" is loopback, which no other host can reach; PYCOMM_INTERFACE (else "
+                "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME) says \"" +
+                directory_.options.interface + "\": set it to an interface of your network");
+  }
+  return all_gather_values(rendezvous, kCardTopic, all_ranks(rendezvous), ours.card);
+}
+
+// The format is "address,address secret tls"; no secret if one was given to all ranks, no "tls"
+// without encryption.
+void AddressExchange::take_cards(int rank, const std::vector<std::string>& cards) {
+  const bool given = !directory_.options.secret.empty();
+  for (Peer& peer : directory_.peers) {
+    std::string card = cards[static_cast<size_t>(peer.rank)];
+    const std::string who = us_ + " and rank " + std::to_string(peer.rank);
+    const size_t mark = card.size() - std::min(card.size(), std::strlen(kTls));
+    const bool tls = card.compare(mark, std::string::npos, kTls) == 0;
+    if (tls) card.resize(mark);
+    if (tls != directory_.encrypts) {
+      throw Error("tcp: " + who + ": only rank " + std::to_string(tls ? peer.rank : rank) +
+                  " encrypts; set the same PYCOMM_TLS and PYCOMM_SECRET on all ranks, and install "
+                  "OpenSSL 3 on all hosts");
+    }
+    const size_t space = std::min(card.find(' '), card.size());
+    peer.addresses = Address::parse_list(card.substr(0, space));
+    if (peer.addresses.empty()) {
+      throw Error("tcp: " + who + ": the store holds \"" + card + "\" instead of an address");
+    }
+    check_paths(who, peer);
+    if ((space == card.size()) != given) {
+      throw Error("tcp: " + who +
+                  ": only one of them was given a secret; set the same PYCOMM_SECRET on all ranks");
+    }
+    peer.secret = given ? directory_.own.secret : card.substr(space + 1);
+  }
+}
+
+// A rank with fewer paths would leave some of the others' unused, and unseen.
+void AddressExchange::check_paths(const std::string& who, const Peer& peer) const {
+  const auto list = [](const auto& addresses, const auto& text) {
+    std::string result;
+    for (const auto& each : addresses) result += (result.empty() ? "" : ", ") + text(each);
+    return std::to_string(addresses.size()) + " (" + result + ")";
+  };
+  if (peer.addresses.size() == directory_.paths()) return;
+  throw Error("tcp: " + who + " have different sets of paths: " + us_ + " has " +
+              list(directory_.own.interfaces, [](const Interface& i) { return i.name; }) +
+              ", rank " + std::to_string(peer.rank) + " has " +
+              list(peer.addresses, [](const Address& a) { return a.ip(); }) +
+              "; let PYCOMM_INTERFACE name as many interfaces on each host, in the same order");
+}
 
 int PeerDirectory::sockets_at(std::chrono::milliseconds round_trip) const {
   const int wanted = options.sockets > 0      ? options.sockets
@@ -237,26 +232,6 @@ TcpListeners listen(const GroupOptions& options, bool one_host) {
     ours.card += kTls;
   }
   return ours;
-}
-
-AnnouncedPeer announce_peer(const Rendezvous& rendezvous, const GroupOptions& options,
-                            bool may_span_hosts) {
-  AnnouncedPeer announced;
-  announced.host_proof = make_host_proof();
-  try {
-    announce(rendezvous, kHostTopic, host_value(announced.host_proof.get()));
-    if (!may_span_hosts) return announced;
-    TcpListeners listeners = listen(options, false);
-    announce(rendezvous, kFarCardTopic, listeners.card);
-    announced.listeners = std::move(listeners);
-  } catch (const Error&) {  // of no importance unless the exchange needs it, which says so then
-  }
-  return announced;
-}
-
-PeerDirectory exchange_addresses(const Rendezvous& rendezvous, const std::vector<int>& peers,
-                                 const GroupOptions& options, AnnouncedPeer announced) {
-  return AddressExchange(rendezvous, peers, options, std::move(announced)).run();
 }
 
 }  // namespace pycomm::tcp

@@ -69,20 +69,28 @@ struct PeerDirectory {
   int sockets_at(std::chrono::milliseconds round_trip) const;
 };
 
-/// What a rank has announced of itself, with the exchange that begins a group.
-struct AnnouncedPeer {
-  std::shared_ptr<const HostSocket> host_proof;
-  std::optional<TcpListeners> listeners;  ///< for a group that spans hosts; their card is sent
+/// What a rank says of itself before it is connected, and learns of its peers.
+class AddressExchange {
+ public:
+  explicit AddressExchange(const GroupOptions& options) { directory_.options = options; }
+
+  /// Announces what run() publishes about this rank's host. `may_span_hosts`: false if all ranks
+  /// are known to be on one host.
+  void announce(const Rendezvous& rendezvous, bool may_span_hosts);
+  /// Chooses the interfaces, listens there, and exchanges addresses with `peers` through the store.
+  /// Throws Timeout with the missing ranks.
+  PeerDirectory run(const Rendezvous& rendezvous, const std::vector<int>& peers);
+
+ private:
+  bool look_at_hosts(const Rendezvous& rendezvous, const std::vector<std::string>& hosts);
+  std::vector<std::string> exchange_cards(const Rendezvous& rendezvous,
+                                          const std::vector<std::string>& hosts, bool one_host);
+  void take_cards(int rank, const std::vector<std::string>& cards);
+  void check_paths(const std::string& who, const Peer& peer) const;
+
+  std::string us_;
+  PeerDirectory directory_;
+  std::optional<TcpListeners> announced_;  ///< for a group that spans hosts; their card is sent
 };
-
-/// Announces what exchange_addresses() publishes about this rank's host. `may_span_hosts`: false if
-/// all ranks are known to be on one host.
-AnnouncedPeer announce_peer(const Rendezvous& rendezvous, const GroupOptions& options,
-                            bool may_span_hosts);
-
-/// Chooses the interfaces, listens there, and exchanges addresses with `peers` through the store.
-/// Throws Timeout with the missing ranks.
-PeerDirectory exchange_addresses(const Rendezvous& rendezvous, const std::vector<int>& peers,
-                                 const GroupOptions& options, AnnouncedPeer announced);
 
 }  // namespace pycomm::tcp
