@@ -62,8 +62,7 @@ class GroupOptions:
     # `python -m tests.options` writes these lines.
     transport: str
     algo: str
-    link_bytes_per_second: float
-    rate: str
+    link: str
     sockets: int
     congestion: str
     interface: str
@@ -71,8 +70,6 @@ class GroupOptions:
     advertise: str
     secret: str
     tls: str
-    checksum: str
-    trace_size: int
     # The end of what it writes.
     def __init__(self) -> None: ...
 

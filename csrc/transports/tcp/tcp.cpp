@@ -231,6 +231,9 @@ class TcpTransport final : public Transport {
 }  // namespace
 }  // namespace tcp
 
+TcpSetup::TcpSetup(const GroupOptions& options) : options_(options), exchange_(options) {}
+TcpSetup::~TcpSetup() = default;
+
 std::unique_ptr<Transport> TcpSetup::make(const Rendezvous& rendezvous,
                                           const std::vector<int>& ranks,
                                           const SharedRankState* rank_state) {

@@ -12,7 +12,8 @@ namespace pycomm {
 
 class PYCOMM_API TcpSetup {
  public:
-  explicit TcpSetup(const GroupOptions& options) : options_(options), exchange_(options) {}
+  explicit TcpSetup(const GroupOptions& options);
+  ~TcpSetup();
 
   /// Announces what make() publishes about this rank's host, with the exchange that begins a group,
   /// so that it needs none of its own. `may_span_hosts`: false if all ranks are known to be on one
