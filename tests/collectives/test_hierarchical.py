@@ -240,10 +240,10 @@ def test_sites_with_unequal_links_keep_their_bits():
         c.all_reduce(x)
         return bits(x), c.core.shares
 
-    rates = ["20mbit", "20mbit", "100mbit", "100mbit", "100mbit", "100mbit"]
+    links = ["20mbit/20mbit"] * 2 + ["100mbit/100mbit"] * 4
     six = {"transport": "tcp", "sites": [0, 0, 1, 1, 2, 2]}
     expected = run(6, reduce, **six)
-    found = run(6, reduce, of_rank=lambda rank: {"rate": rates[rank]}, **six)
+    found = run(6, reduce, of_rank=lambda rank: {"link": links[rank]}, **six)
     assert [rank[0] for rank in found] == [rank[0] for rank in expected]
     assert {tuple(rank[1]) for rank in found} == {(0, 0, 32768, 65536)}
 
