@@ -69,6 +69,10 @@ void bind_tools(py::module_& m) {
       [](std::string_view secret, std::string_view salt) { return to_bytes(scrypt(secret, salt)); },
       py::arg("secret"), py::arg("salt"));
   m.def("parse_rate", &parse_rate, py::arg("text"));
+  m.def("parse_link_rate", [](const std::string& text) {
+    const LinkRate rate = parse_link_rate(text);
+    return py::make_tuple(rate.send, rate.receive, rate.paced);
+  });
 }
 
 }  // namespace pycomm

@@ -145,6 +145,14 @@ def test_rates(text, bytes_per_second):
     assert _test.parse_rate(text) == bytes_per_second
 
 
+@pytest.mark.parametrize(
+    ("text", "sent", "received", "paced"),
+    [("", 0, 0, 0), ("1MB", 1e6, 1e6, 1e6), ("2MB/5MB", 2e6, 5e6, 0), ("1MB/1MB", 1e6, 1e6, 0)],
+)
+def test_two_rates_describe_a_link_and_pace_nothing(text, sent, received, paced):
+    assert _test.parse_link_rate(text) == (sent, received, paced)
+
+
 @pytest.mark.parametrize("text", ["", "mbit", "-1mbit", "0", "nan", "inf", "1 gbit", "1mb"])
 def test_bad_rates_are_refused(text):
     with pytest.raises(Error, match="cannot read the rate"):

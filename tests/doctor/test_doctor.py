@@ -270,6 +270,7 @@ def test_the_core_says_what_is_wrong_with_a_variable():
     ("name", "value", "level"),
     [
         ("PYCOMM_LINK", "1gbit", "note"),
+        ("PYCOMM_LINK", "20mbit/50mbit", "ok"),
         ("PYCOMM_TRANSPORT", "auto", "ok"),
         ("PYCOMM_IMPL", "triton", "problem"),
         ("PYCOMM_RUN", "--codc int4", "problem"),
