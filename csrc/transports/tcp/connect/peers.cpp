@@ -1,7 +1,10 @@
 // TCP rendezvous: membership, hosts, listening addresses and secrets of the peers.
 #include "transports/tcp/connect/peers.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <sstream>
 #include <utility>
@@ -40,8 +43,14 @@ std::shared_ptr<const HostSocket> make_host_proof() {
 }
 
 std::string host_value(const HostSocket* proof) {
-  const std::string cpus = cpu_mask();
-  return host_id() + " " + (cpus.empty() ? "0" : cpus) + " " +
+  const std::string host = host_id(), cpus = cpu_mask();
+  if (host.front() == '/') {  // it lacks the machine's name: ranks of one host would seem apart
+    const Fd file(::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
+    throw Error("tcp: cannot tell hosts apart: /proc cannot be read: " +
+                (!file && lacks_descriptor(errno) ? error_text(errno)
+                                                  : "mount it in this container"));
+  }
+  return host + " " + (cpus.empty() ? "0" : cpus) + " " +
          (proof == nullptr ? kNoProof : proof->name()) + " " + process_name();
 }
 
