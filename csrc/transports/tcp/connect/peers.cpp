@@ -46,9 +46,9 @@ std::string host_value(const HostSocket* proof) {
   const std::string host = host_id(), cpus = cpu_mask();
   if (host.front() == '/') {  // it lacks the machine's name: ranks of one host would seem apart
     const Fd file(::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
-    throw Error("tcp: cannot tell hosts apart: /proc cannot be read: " +
-                (!file && lacks_descriptor(errno) ? error_text(errno)
-                                                  : "mount it in this container"));
+    throw Error(
+        "tcp: cannot tell hosts apart: /proc cannot be read: " +
+        (!file && lacks_descriptor(errno) ? error_text(errno) : "mount it in this container"));
   }
   return host + " " + (cpus.empty() ? "0" : cpus) + " " +
          (proof == nullptr ? kNoProof : proof->name()) + " " + process_name();
