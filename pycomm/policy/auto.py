@@ -14,13 +14,30 @@ when it changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import log
 from statistics import median
 from typing import Any
 
+from pycomm.codecs import Codec
+from pycomm.codecs import codec as parse_codec
+from pycomm.policy.quality import reduced_error
+from pycomm.policy.rules import Policy
+
+Exchange = Callable[[Sequence[float]], list[list[float]]]
+"""This rank's numbers -> the numbers of all ranks, in rank order."""
+
 TRYING = "auto: trying"
+AUTO_ERROR = 0.2
+"""Default bound of the error for "auto": it allows int4, but no fewer bits."""
+UNBIASED = 3.0
+"""Multiple of that bound for unbiased codecs: their errors cancel over the steps, and EDEN with 2
+bits (error 0.5) trains as well as int4 (0.17), see docs/choosing.md."""
+AUTO_CANDIDATES = (
+    *("fp32", "bf16", "int8", "int4", "eden:bits=2,size=128", "eden:bits=1"),
+    *("sign", "topk:0.01", "powersgd:4"),
+)
 
 _STEPS = 3  # of a candidate in a round, whose median counts
 _AGAIN = 1000  # steps after which candidates are tried again; doubles while the choice stays
@@ -38,6 +55,21 @@ _CHANGE = 1.25  # of a watch's median, up or down, twice in a row: candidates ar
 _RAREST = 16  # largest multiple of _AGAIN
 
 
+def accurate_enough(policy: Policy, refusal: Callable[[Codec], str] = lambda _: "") -> list[Codec]:
+    """Return the codecs from which a policy with "auto" chooses.
+
+    Args:
+        policy: the policy, with its candidates and its bound of the error.
+        refusal: function that returns why the hook cannot use a codec; "": it can.
+    """
+    if policy.candidates:
+        return [parse_codec(spec) for spec in policy.candidates]
+    bound = policy.error or AUTO_ERROR
+    usual = [parse_codec(spec) for spec in AUTO_CANDIDATES]
+    found = [c for c in usual if reduced_error(c) <= bound * (UNBIASED if c.unbiased else 1)]
+    return [codec for codec in found if not refusal(codec)]
+
+
 class Auto:
     """State machine that chooses the current candidate from the seconds of each step.
 
@@ -45,11 +77,10 @@ class Auto:
     `judge` decides, from the times that all ranks have exchanged.
 
     Args:
-        candidates: text of each candidate, and the bytes of all payloads of a step with it, which
-            differ.
+        candidates: text of each candidate, and its size, which is larger for finer ones.
     """
 
-    def __init__(self, candidates: Mapping[str, int]) -> None:
+    def __init__(self, candidates: Mapping[str, float]) -> None:
         if not candidates:
             raise ValueError("auto: no candidate is accurate enough: give a larger error=")
         self.candidates = sorted(candidates, key=candidates.__getitem__)
@@ -87,6 +118,19 @@ class Auto:
     def codec(self) -> str:
         """Text of the current candidate."""
         return self.candidates[self._at]
+
+    def step(self, seconds: float, exchange: Exchange) -> bool:
+        """Record the time of the last step; return whether codec or reason change. Collective.
+
+        Args:
+            seconds: time of the step on this rank.
+            exchange: function that gathers the numbers of all ranks.
+        """
+        before = self.codec, self.reason
+        own = self.note(seconds)
+        if own is not None:
+            self.judge([row[0] for row in exchange([own])])
+        return before != (self.codec, self.reason)
 
     @property
     def settled(self) -> bool:

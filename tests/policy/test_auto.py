@@ -13,8 +13,7 @@ import pytest
 from pycomm import monitor
 from pycomm.policy import Policy
 from pycomm.policy import auto as constants
-from pycomm.policy.auto import Auto, likely
-from pycomm.policy.codec_selection import Fastest
+from pycomm.policy.auto import Auto, accurate_enough, likely
 
 MB = 1 << 20
 BYTES = {"fp32": 100 * MB, "int8": 26 * MB, "bf16": 50 * MB, "int4": 13 * MB}
@@ -241,7 +240,7 @@ def test_a_saved_choice_goes_on():
 
 
 def names(text: str) -> set[str]:
-    return {codec.spec().partition(",block")[0] for codec in Fastest(Policy.of(text)).codecs}
+    return {codec.spec().partition(",block")[0] for codec in accurate_enough(Policy.of(text))}
 
 
 def test_candidates_are_accurate_enough():
