@@ -41,7 +41,6 @@ from pycomm.reduction.refusals import MOMENTA, refused_codec
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.single_coding import SingleCoding
 from pycomm.reduction.step import Step, StepStatus
-from pycomm.reduction.transform import Transform
 from pycomm.reduction.weights import weigh
 
 
@@ -59,7 +58,7 @@ class BucketReducer:
         feedback: bool | str | Feedback | None,
         seed: int,
         adapter: Adapter,
-        transform: Transform | None,
+        transform: Any,
     ) -> None:
         process_group = process_group or dist.group.WORLD
         if process_group is None:
@@ -80,9 +79,10 @@ class BucketReducer:
         """The current step."""
         self.layout = adapter.layout
         self.transform = transform
-        """What takes the place of the gradients before they are coded; None: nothing does. It is a
-        momentum: its coarse payloads are gathered, or answered without a residual (see
-        `pycomm.reduction.single_coding`), and its matrices have no factors."""
+        """What takes the place of the gradients before they are coded: the `Momenta` of an
+        optimizer, which says what its methods do; None: nothing does. Its coarse payloads are
+        gathered, or answered without a residual (see `pycomm.reduction.single_coding`), and its
+        matrices have no factors."""
         self.averages_senders = False
         """A value of a sparse payload is averaged over the ranks that have sent it."""
         self.weights: list[float] | None = None

@@ -24,14 +24,12 @@ from pycomm.policy.exchange import gather
 from pycomm.policy.names import matching, renamed
 from pycomm.reduction import members, paths
 from pycomm.reduction.adapter import Adapter
-from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.factors import names_in
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.refusals import ALL, FSDP, HSDP, refused, stays_because
 from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
 from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
-from pycomm.reduction.transform import Transform
 
 STATE_VERSION = 2
 
@@ -66,7 +64,7 @@ class CompressionState:
         process_group: dist.ProcessGroup | None = None,
         feedback: bool | str | Feedback | None = True,
         seed: int = 0,
-        transform: Transform | None = None,
+        transform: Any = None,
         adapter: Adapter | None = None,
     ) -> None:
         self.adapter = adapter or Adapter()
@@ -617,3 +615,36 @@ class CompressionState:
         for name in sent:
             residuals.drop(name)
         self.reducer.forget_buckets(sent, alone=True)
+
+
+class DetachedState:
+    """A copied or pickled state, which has no process group.
+
+    Process groups cannot be copied or pickled, and DDP registers no hook with the reducer of a
+    copy. So a copy's gradients travel exactly until `pycomm.compress` is called on it.
+
+    Args:
+        text: the policy's text.
+        saved: the state's ``state_dict()``; None: a copy within the process, which has no
+            residuals.
+    """
+
+    def __init__(self, text: str, saved: dict[str, Any] | None = None) -> None:
+        self.text = text
+        self._saved = saved
+
+    def __repr__(self) -> str:
+        return f"DetachedState({self.text})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the pickled state's `state_dict`, for `load_state_dict` of another state.
+
+        Raises:
+            Error: this is a copy, which has no residuals.
+        """
+        if self._saved is None:
+            raise Error(
+                "a copy of a model has no residuals: take the state_dict() of the state that "
+                "pycomm.compress has returned"
+            )
+        return self._saved
