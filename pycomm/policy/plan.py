@@ -24,12 +24,11 @@ from pycomm.codecs import codec as parse_codec
 from pycomm.log import logger, tell
 from pycomm.policy.agreement import agree, agree_on_options, grouped, summary
 from pycomm.policy.auto import TRYING, Auto, accurate_enough
-from pycomm.policy.checks import Checks
+from pycomm.policy.checks import BucketProbe, Checks, Quality, ResidualOf
 from pycomm.policy.exchange import gather
 from pycomm.policy.names import few
 from pycomm.policy.quality import bits, finer, nominal_error
 from pycomm.policy.rules import AUTO, EXACT, Decision, Parameter, Policy
-from pycomm.policy.samples import BucketProbe, Quality, ResidualOf, SampledPiece
 
 
 class Plan:
@@ -195,7 +194,7 @@ class Plan:
     def probe(
         self,
         values: torch.Tensor,
-        pieces: Sequence[SampledPiece],
+        pieces: Sequence[Any],
         residual_of: ResidualOf,
         **layout: Any,
     ) -> BucketProbe | None:
