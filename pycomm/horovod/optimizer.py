@@ -239,7 +239,7 @@ class GradientReducer:
         for bucket in self._buckets:
             bucket.missing = sum(p.requires_grad for p in bucket.parameters)
         self.state.begin_step()
-        self.state.reducer.step.busy = True
+        self.state.reducer.step.busy_until = "optimizer.step() or optimizer.synchronize()"
 
     def _arrived(self, parameter: torch.nn.Parameter) -> None:
         if self._count[parameter] == self.passes:
@@ -335,7 +335,7 @@ class GradientReducer:
     def reset(self) -> None:
         """Begin to count the backward passes of the next step."""
         self._started, self._ended, self._call = 0, False, None
-        self.state.reducer.step.busy = False
+        self.state.reducer.step.busy_until = ""
         self._count = dict.fromkeys(self._count, 0)
         for bucket in self._buckets:
             bucket.late, bucket.future = False, None

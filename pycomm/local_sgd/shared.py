@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
-from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pycomm.errors import Error
 from pycomm.local_sgd.outer import reals
@@ -17,6 +15,7 @@ from pycomm.policy.exchange import start_gather
 from pycomm.policy.names import clean
 from pycomm.reduction.refusals import LOCAL_SGD, refused
 from pycomm.reduction.state import CompressionState
+from pycomm.reduction.taken import watching
 from pycomm.reduction.weights import factors
 
 
@@ -117,9 +116,6 @@ def are_finite(tensors: Iterable[torch.Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
-_everybody: WeakSet[InnerOptimizers] = WeakSet()
-
-
 class InnerOptimizers:
     """The optimizers that have stepped parameters of one model.
 
@@ -133,9 +129,9 @@ class InnerOptimizers:
     def __init__(self, parameters: Callable[[], Mapping[str, nn.Parameter]]) -> None:
         self._parameters = parameters
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
-        _everybody.add(self)
+        watching.add(self)
 
-    def note(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Note an optimizer that has taken a step, if it steps a parameter of the model."""
         if optimizer in self._optimizers:
             return
@@ -158,11 +154,3 @@ class InnerOptimizers:
                     torch._foreach_zero_(tensors)
                     reset.append(name)
         return reset
-
-
-def _note(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for optimizers in list(_everybody):
-        optimizers.note(optimizer)
-
-
-register_optimizer_step_post_hook(_note)

@@ -289,7 +289,7 @@ class BucketReducer:
     ) -> torch.futures.Future[torch.Tensor]:
         # A step calls this for every bucket: what is rare is a flag, so that it costs no call.
         step = self.step
-        if step.looks:
+        if self.factors.sums is not None:
             self.factors.look(tensor, bucket, self.matrix)
         divided = bool(self.factors.current) and self._divide(tensor, bucket)
         for residual in bucket.residuals:
@@ -446,7 +446,7 @@ class BucketReducer:
         """
         bucket = self.bucket_of(tuple(names), input.device)
         step = self.step
-        if step.looks:
+        if self.factors.sums is not None:
             self.factors.look(input, bucket, self.matrix)
         divided = bool(self.factors.current) and self._divide(input, bucket)
         self._use(bucket.pieces, bucket, input)
@@ -624,18 +624,16 @@ class BucketReducer:
                     f"step {step.number}: rows or columns differ, and are divided by "
                     f"{factors.span(new)} before they are coded: {few(sorted(new))}"
                 )
-        step.looks = (self.transform is None and self.process_group.size() > 1) and (
+        looks = (self.transform is None and self.process_group.size() > 1) and (
             is_look(step.number) or (anew and not factors.knows(self._matrices()))
         )
-        if step.looks:
-            factors.start_look()
+        factors.sums = {} if looks else None  # an error may have ended the last look
 
     def end_look(self) -> None:
         """End a look at rows and columns, after the buckets of a step; collective."""
-        if self.step.looks:
+        if self.factors.sums is not None:
             groups = self.layout.groups(self.process_group)
             self.factors.end(self._matrices(), groups, self.device)
-            self.step.looks = False
 
     def _matrices(self) -> dict[str, Matrix]:
         """Return all parameters that may get factors now."""

@@ -177,10 +177,10 @@ class CompressionState:
             self.reducer.forget_buckets()  # whose codecs may have changed even if ranks disagree
 
     def _check_idle(self) -> None:
-        if self.reducer.step.busy:
+        if first := self.reducer.step.busy_until:
             raise Error(
                 f"rank {self.process_group.rank()}: gradients are on the way, which use the "
-                "residuals: call optimizer.step() or optimizer.synchronize() first"
+                f"residuals: call {first} first"
             )
 
     def residual_norms(self) -> dict[str, tuple[float, float]]:
@@ -332,7 +332,7 @@ class CompressionState:
         typed("previous", previous, CompressionState, None)
         self._check_idle()
         if previous is not None:
-            previous.reducer.step.busy = False  # a step that its group has not ended
+            previous.reducer.step.busy_until = ""  # a step that its group has not ended
         if self.adapter.layout.cuts(self.decisions):
             raise ValueError(refused(FSDP, "survivors that adopt a state"))
         self._meet(previous)
@@ -485,7 +485,8 @@ class CompressionState:
         reducer.exchanges.forget()
         self.follow_members()
         number = (before.number + 1) % 2**32
-        changed = self.plan.advance(number, reducer.device, finite=before.finite)
+        finite = before.status is not StepStatus.OVERFLOWED
+        changed = self.plan.advance(number, reducer.device, finite=finite)
         reducer.forget_buckets(changed)
         reducer.step = Step(number, absent=absent, parameters=len(self.decisions))
         anew = bool(changed) or not reducer.buckets or before.parameters != len(self.decisions)

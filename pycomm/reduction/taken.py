@@ -79,7 +79,7 @@ class DiscardedGradients:
         self._elsewhere = False  # other ranks have taken the last step's gradients
         self._handles: list[Any] = []
         self._calm = self._idle = 0
-        _watching.add(self)
+        watching.add(self)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped, this model's or another's."""
@@ -209,12 +209,13 @@ def _holds(gradient: torch.Tensor) -> bool:
     return bool(gradient.any())
 
 
-_watching: weakref.WeakSet[DiscardedGradients] = weakref.WeakSet()
+watching: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Objects whose `stepped` is called with each optimizer that has taken a step."""
 
 
 def _tell_all(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for taken in list(_watching):
-        taken.stepped(optimizer)
+    for each in list(watching):
+        each.stepped(optimizer)
 
 
 register_optimizer_step_post_hook(_tell_all)
