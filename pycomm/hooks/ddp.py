@@ -95,7 +95,6 @@ class DDPHooks:
         for name, parameter in model.module.named_parameters():
             if id(parameter) in ids:
                 self._enter(name, parameter)
-        state.plan.complete()
         if reduced:
             device = reduced[0].device
             reducer.find_nodes(device)

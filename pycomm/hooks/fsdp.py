@@ -72,7 +72,6 @@ def compress_shards(
     adapter = Adapter(FSDP if scatters else HSDP, layout, early=True)
     state = CompressionState(codec, process_group=group, adapter=adapter, **options)
     hooks = FSDPHooks(state, found)
-    state.plan.complete()
     state.agree()
     if layout.shard_group is not None and not scatters:
         # So far only the replicas of each shard have compared what they were given.

@@ -180,7 +180,6 @@ class GradientReducer:
         self._call: Call | None = None  # of the step that has begun
         self._new = self._untold()  # parameters that the other ranks do not know of yet
         self._enter()
-        self.state.plan.complete()
         self.state.agree()
         self.reset()
 

@@ -165,7 +165,6 @@ class LocalSGD:
             own_part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             self.state.add(name, own_part.detach())
         self.state.agree()
-        self.state.plan.complete()
         for part in self._parts:
             if part.dtype == torch.float64:
                 coded = [name for name in part.parameters if not self.state.decisions[name].exact]

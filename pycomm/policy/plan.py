@@ -112,11 +112,8 @@ class Plan:
         self._agreed.discard(parameter.name)  # the old one of this name may have had another shape
         return decision
 
-    def complete(self) -> None:
-        """Declare that all parameters were entered; warn about rules that match no parameter.
-
-        The first rank logs the warnings.
-        """
+    def _warn_of_rules(self) -> None:
+        """Warn about rules that match no parameter, on the first rank."""
         if self.group.rank() > 0:
             return
         for rule in self.policy.rules:
@@ -132,7 +129,8 @@ class Plan:
     def agree(self, device: torch.device) -> None:
         """Check that all ranks have decided alike, and log the decisions once; collective.
 
-        Decisions that were checked before are not checked again. See `agreement.agree`.
+        The first call follows when all parameters were entered, and warns about rules that match
+        none. Decisions that were checked before are not checked again. See `agreement.agree`.
 
         Args:
             device: a device whose tensors the group moves.
@@ -141,6 +139,8 @@ class Plan:
             WireMismatch: decisions differ; raised on all ranks, with the ranks and the first
                 difference.
         """
+        if not self._agreed:
+            self._warn_of_rules()
         new = [decision for name, decision in self.decisions.items() if name not in self._agreed]
         if new and self.group.size() > 1:
             agree(new, self.group, device)
@@ -232,7 +232,6 @@ class Plan:
         for decision in list(self.decisions.values()):
             self.add(decision.parameter)
         self._since = dict.fromkeys(self.decisions, self.step + 1)
-        self.complete()
         self.agree(device)
 
     # ------------------------------------------------------------------ for users

@@ -207,5 +207,4 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         for name, parameter in module.named_parameters():
             if id(parameter) in ids:
                 self.state.add(clean(name), parameter)
-        self.state.plan.complete()
         self.register_comm_hook(self.state, compress_hook)
