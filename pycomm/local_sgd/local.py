@@ -136,9 +136,10 @@ class LocalSGD:
         if group is not None:
             agree_on_options(self._terms(), group)
             _refuse_meetings(model, group)
-            # Weights and senders are exchanged in several steps, which wait for each other.
+            # The backend runs them on a thread of its own, but for weights and senders, which are
+            # exchanged in several steps that wait for each other.
             is_async = not weighted and average == "ranks" and device.type == "cpu"
-            if exchange.needs_own_group(is_async=is_async and bool(backend.find(group))):
+            if exchange.overlap and not (is_async and backend.find(group)):
                 own = own_group.make(group)
                 closing = weakref.finalize(self, own_group.close, own)
         self.state = CompressionState(

@@ -63,14 +63,6 @@ class Streamed:
                 f"{every // self.fragments}: the next fragment would be due before it came"
             )
 
-    def needs_own_group(self, *, is_async: bool) -> bool:
-        """Whether exchanges run on a thread, with a group that nothing else uses.
-
-        Args:
-            is_async: the group runs exchanges of this kind on a thread of its own.
-        """
-        return self.overlap > 0 and not is_async
-
 
 @dataclass(frozen=True)
 class Blocking(Streamed):

@@ -33,7 +33,7 @@ from pycomm.policy import (
 from pycomm.policy.names import few
 from pycomm.reduction import coding, members, paths, powersgd, two_shot
 from pycomm.reduction.adapter import Adapter
-from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
+from pycomm.reduction.bucket import Bucket, BucketPiece
 from pycomm.reduction.exchange_thread import ExchangeThread
 from pycomm.reduction.factors import Factors, Matrix, errs_alike, is_divided, is_look
 from pycomm.reduction.nodes import Nodes, find_levels
@@ -92,7 +92,8 @@ class BucketReducer:
         self.numbers: dict[str, int] = {}
         self.device = self.layout.device or torch.device("cpu")
         self.buckets: dict[tuple[str, ...], Bucket] = {}
-        self.agreed: dict[tuple[str, ...], Agreed] = {}  # about buckets; equal on all ranks
+        self.agreed: dict[tuple[str, ...], dict[tuple[str, bool], paths.ChosenPath]] = {}
+        """The paths of buckets that the members have compared; equal on all ranks."""
         self.factors = Factors()
         self.exchanges = powersgd.Exchanges(process_group)
         self.side: SideStream | None = None  # of the device, where hooks exchange payloads
@@ -260,7 +261,7 @@ class BucketReducer:
         self, tensor: torch.Tensor, bucket: Bucket
     ) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket with PowerSGD pieces, which completes at the end of the step."""
-        bucket.agreed.paths.setdefault(("all_reduce", False), paths.ChosenPath(paths.FACTORS))
+        bucket.paths.setdefault(("all_reduce", False), paths.ChosenPath(paths.FACTORS))
         taken = [piece for piece in bucket.pieces if powersgd.takes(piece)]
         others = [piece for piece in bucket.pieces if not powersgd.takes(piece)]
         self._use(taken, bucket, tensor)
@@ -308,9 +309,9 @@ class BucketReducer:
             # A rank of weight 0 may still send a part of its residual, which was weighted earlier.
             weights = self.weights or [1.0] * self.process_group.size()
             senders = [weight or 1.0 for weight in weights]
-        choice = bucket.agreed.paths.get(("all_reduce", senders is not None))
+        choice = bucket.paths.get(("all_reduce", senders is not None))
         if self.transform is not None and (single := self.coding_of(bucket)) is not None:
-            choice = bucket.agreed.paths["all_reduce", False] = single.path(bucket, tensor)
+            choice = bucket.paths["all_reduce", False] = single.path(bucket, tensor)
         elif choice is None:
             choice = paths.chosen(
                 bucket, self.process_group, "all_reduce", tensor, senders=senders is not None
@@ -519,11 +520,11 @@ class BucketReducer:
         bucket = self.buckets.get(names)
         if bucket is None:
             self.settle_deferred()  # residuals may change their form
-            agreed = self.agreed.setdefault(names, Agreed())
             self.agree()
-            if self.formed_with and self.process_group.size() > 1 and not agreed.compared:
-                members.compare_bucket(names, self.process_group, self.device)
-                agreed.compared = True
+            if names not in self.agreed:
+                if self.formed_with and self.process_group.size() > 1:
+                    members.compare_bucket(names, self.process_group, self.device)
+                self.agreed[names] = {}
             decisions = [self.layout.part(self.plan.decisions[name]) for name in names]
             if self.process_group.size() == 1:  # sends residuals of a checkpoint of more ranks
                 decisions = [replace(decision, codec=EXACT) for decision in decisions]
@@ -540,7 +541,7 @@ class BucketReducer:
                 rows=self.layout.rows,
                 levels=owned.levels if owned else nodes.levels if nodes else (),
                 shares=owned.shares if owned else (),
-                agreed=agreed,
+                paths=self.agreed[names],
                 held=partial(self.held, nodes=nodes) if device.type != "cpu" else None,
             )
             self.buckets[names] = bucket

@@ -330,7 +330,7 @@ def check_bits(
             else:
                 assert paths.chosen(bucket, dist.group.WORLD, op, out).native is native
                 path = paths.CORE if device == "cpu" else paths.PEERS
-                assert bucket.agreed.paths[op, False].path is path
+                assert bucket.paths[op, False].path is path
                 call = getattr(native, f"compressed_{op}")
                 work = call(*tensors, bucket.native, bucket.sides, seed=5, step=step)
                 work.wait()
