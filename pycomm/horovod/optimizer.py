@@ -89,7 +89,6 @@ class GradientBucket:
         self.views = [view.view(p.shape) for view, p in zip(views, parameters, strict=True)]
         self.flat = flat
         self.missing = len(parameters)
-        self.late = True  # its parameters had no hooks when this step's backward began
         # Gradients, their versions, and sums of their bits: GradScaler's kernel and what goes
         # through `.data` write values without counting the version up.
         self.sent: list[tuple[torch.Tensor | None, int, torch.Tensor | None]] = []
@@ -176,7 +175,7 @@ class GradientReducer:
         self._buckets: list[GradientBucket] = []
         self._place: dict[torch.nn.Parameter, GradientBucket] = {}
         self._count: dict[torch.nn.Parameter, int] = {}
-        self._started, self._ended = 0, False
+        self._started = 0
         self._call: Call | None = None  # of the step that has begun
         self._new = self._untold()  # parameters that the other ranks do not know of yet
         self._enter()
@@ -251,7 +250,7 @@ class GradientReducer:
             self._place[parameter].missing -= 1
             while self._started < len(self._buckets):
                 bucket = self._buckets[self._started]
-                if bucket.missing or bucket.late:
+                if bucket.missing:
                     break
                 self._start()
 
@@ -264,18 +263,14 @@ class GradientReducer:
         values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         bucket.future = self.state.reduce(values, bucket.names)
         if self._started == len(self._buckets) and not self._new:
-            self._end()
-
-    def _end(self) -> None:
-        self._ended = True
-        self.state.end_step()
+            self.state.end_step()
 
     def _complete(self) -> None:
         """Start what has not been started, and wait for all results."""
         while self._started < len(self._buckets):
             self._start()
-        if not self._ended:
-            self._end()
+        if self.state.is_open:
+            self.state.end_step()
         for bucket in self._buckets:
             assert bucket.future is not None
             self.state.wait(bucket.future)
@@ -330,11 +325,11 @@ class GradientReducer:
 
     def reset(self) -> None:
         """Begin to count the backward passes of the next step."""
-        self._started, self._ended, self._call = 0, False, None
+        self._started, self._call = 0, None
         self.state.reducer.step.busy_until = ""
         self._count = dict.fromkeys(self._count, 0)
         for bucket in self._buckets:
-            bucket.late, bucket.future = False, None
+            bucket.future = None
 
 
 def _policy(compression: Any) -> tuple[str | Policy, Any]:
