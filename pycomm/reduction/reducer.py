@@ -358,7 +358,7 @@ class BucketReducer:
             stream.wait_stream(torch._C._accelerator_getStream(tensor.device.index))
             stream.__enter__()
             if choice.path.decides:
-                if side.ahead and not bucket.with_residual.keys() <= side.names:
+                if side.ahead is not None and not bucket.with_residual.keys() <= side.ahead:
                     self.settle_deferred()  # the flag is not about the sides of the others
                 side.open = True
                 options |= side.flags
@@ -414,12 +414,12 @@ class BucketReducer:
     def settle_deferred(self) -> None:
         """Let the host know of the steps about which the device has decided; see `SideStream`."""
         side, before = self.side, self.plan.overflows
-        if side is None or not side.ahead:
+        if side is None or side.ahead is None:
             return
         swapped = side.settle()
         self.plan.overflows += side.hear()
-        if self.residuals and swapped:
-            self.residuals.swap(side.names)
+        if self.residuals:
+            self.residuals.swap(swapped)
         if self.plan.overflows > before:
             self.check_operations()
 

@@ -584,7 +584,7 @@ class CompressionState:
             and step.status is StepStatus.REDUCED
             and not (step.checks or step.flushed or step.discarded or step.unused)
             and not (self.plan.judges or side.is_full)
-            and (not side.ahead or side.names == step.pieces.keys())
+            and side.ahead in (None, step.pieces.keys())
             and not any(
                 p.residual is not None and p.residual.has_moved for p in step.pieces.values()
             )
@@ -594,9 +594,10 @@ class CompressionState:
         """Commit the last step as if it were finite, and let the device keep account."""
         side, step = self.reducer.side, self.reducer.step
         assert side is not None
-        side.defer(set(step.pieces))
+        names = set(step.pieces)
+        side.defer(names)
         if self.residuals:
-            self.residuals.commit(side.names, step.number)
+            self.residuals.commit(names, step.number)
         step.end(finite=True, committed=True)
         self.plan.overflows += side.hear()
         self.reducer.check_operations()
