@@ -26,8 +26,7 @@ from pycomm.arguments import typed, whole
 from pycomm.errors import Error, WireMismatch
 from pycomm.horovod.basics import size
 from pycomm.horovod.calls import Call
-from pycomm.horovod.compression import Coded, Compression
-from pycomm.horovod.operations import Op
+from pycomm.horovod.operations import Coded, Compression, Op
 from pycomm.horovod.process_sets import (
     ProcessSet,
     check_made,

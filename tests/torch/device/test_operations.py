@@ -26,9 +26,9 @@ from pycomm.errors import Error, Timeout, WireMismatch
 from pycomm.feedback import Feedback, Residual, Residuals
 from pycomm.feedback.rule import LARGE
 from pycomm.reduction import paths, two_shot
-from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import BucketPiece
 from pycomm.reduction.paths import chosen
+from pycomm.reduction.two_shot import Batched
 from tests.torch.device import fake_device
 from tests.torch.device.fake_device import GROUP, on_fakes, run, same_as_cpu
 from tests.torch.device.fake_device import NAME as FAKE
