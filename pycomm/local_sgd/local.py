@@ -37,7 +37,6 @@ from pycomm.reduction import own_group
 from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.refusals import LOCAL_SGD, refused
 from pycomm.reduction.state import CompressionState
-from pycomm.reduction.weights import checked
 
 STATE_VERSION = 2
 _OPTIONS = ("every", "exchange", "lr", "momentum", "weighted", "average")
@@ -221,7 +220,9 @@ class LocalSGD:
                 if self.weighted
                 else "LocalSGD.step: a weight needs weighted=True in LocalSGD, on all ranks"
             )
-        weight = 1.0 if weight is None else checked(weight)
+        weight = 1.0 if weight is None else number("weight", weight)
+        if weight < 0:
+            raise ValueError(f"weight={weight}: use a number of samples or tokens, 0 or more")
         self.weight += weight
         self.local_steps += 1
         self._dirty = True

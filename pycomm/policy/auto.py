@@ -89,7 +89,8 @@ class Auto:
         """Index of the current candidate."""
         self._chosen: int | None = None
         """Index of the chosen candidate; None before the first choice."""
-        self._trying = True
+        self.trying = True
+        """A trial is going on; else a choice holds."""
         self._again = _AGAIN
         """Steps from the choice to the next trial."""
         self._since = 0
@@ -132,11 +133,6 @@ class Auto:
             self.judge([row[0] for row in exchange([own])])
         return before != (self.codec, self.reason)
 
-    @property
-    def settled(self) -> bool:
-        """Return whether a choice was made and no trial is going on."""
-        return not self._trying
-
     def note(self, seconds: float) -> float | None:
         """Record the time of a step on this rank.
 
@@ -144,7 +140,7 @@ class Auto:
             The median of a complete block of steps, to exchange and pass to `judge`, at the same
             step on all ranks; else None.
         """
-        if not self._trying:
+        if not self.trying:
             self._since += 1
             if len(self.candidates) == 1:
                 return None
@@ -166,7 +162,7 @@ class Auto:
         """
         seconds = max(medians)
         self._seconds = []
-        if not self._trying:
+        if not self.trying:
             return self._watched(seconds)
         self._blocks[self._at][self._round] = seconds
         if self._waiting:
@@ -185,7 +181,7 @@ class Auto:
     # ------------------------------------------------------------------ a trial
 
     def _begin(self) -> None:
-        self._trying = True
+        self.trying = True
         self.reason = TRYING
         self._round = 0
         self._alive = list(range(len(self.candidates)))
@@ -201,7 +197,7 @@ class Auto:
 
     @property
     def _needed(self) -> int:
-        if not self._trying:
+        if not self.trying:
             return _WATCH
         look = self._round == 0 or (self._round < _LOOKS and self._at in self._suspects)
         return _LOOK if look else _STEPS
@@ -238,7 +234,7 @@ class Auto:
         same = best == self._chosen
         self._again = min(2 * self._again, _RAREST * _AGAIN) if same else _AGAIN
         self._at = self._chosen = best
-        self._trying = self._changed = False
+        self.trying = self._changed = False
         self._since = 0
         self._usual = None
         times = {i: median(blocks.values()) for i, blocks in enumerate(self._blocks) if blocks}
@@ -268,7 +264,7 @@ class Auto:
         if state["chosen"] not in self.candidates:
             return
         self._at = self._chosen = self.candidates.index(state["chosen"])
-        self._trying = self._changed = False
+        self.trying = self._changed = False
         self._since = state["since"]
         self._again = state["again"]
         self._usual = None

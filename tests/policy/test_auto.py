@@ -53,7 +53,7 @@ def run(auto: Auto, clock: Clock, steps: int) -> list[str]:
 def test_a_slow_link_gets_the_smallest_codec():
     auto = Auto(BYTES)
     used = run(auto, Clock(12.5 * MB), 200)
-    assert auto.settled
+    assert not auto.trying
     assert auto.codec == "int4"
     assert 0 < used.count("fp32") <= 10
     assert "fp32 " in auto.reason
@@ -97,7 +97,7 @@ def choices(seconds: dict[str, float], noise: float, often: float) -> tuple[Coun
     most = 0
     for seed in range(100):
         auto, load, exact = Auto(BYTES), Load(seed, noise, often), 0
-        while not auto.settled:
+        while auto.trying:
             exact += auto.codec == "fp32"
             take(auto, load(seconds[auto.codec]))
         chosen[auto.codec] += 1
@@ -138,7 +138,7 @@ def test_slower_steps_meet_all_candidates():
     ):
         auto = Auto({"fp32": 100, "int4": 13})
         for step in range(200):
-            if auto.settled:
+            if not auto.trying:
                 break
             take(auto, seconds[auto.codec] * 1.01**step)
         assert auto.codec == best
@@ -162,7 +162,7 @@ def test_a_choice_stays_among_equals(monkeypatch):
     chosen = set()
     for _ in range(40):
         run(auto, clock, 50)
-        if auto.settled:
+        if not auto.trying:
             chosen.add(auto.codec)
     assert chosen == {"int8"}
 
@@ -178,7 +178,7 @@ def test_a_choice_stays_among_equals(monkeypatch):
 )
 def test_the_slowest_rank_counts(others, best):
     auto = Auto({"fp32": 100, "int8": 26})
-    while not auto.settled:
+    while auto.trying:
         take(auto, 1.0 if auto.codec == "fp32" else 0.5, *others[auto.codec])
     assert auto.codec == best
 
@@ -231,12 +231,12 @@ def test_a_saved_choice_goes_on():
     run(auto, Clock(12.5 * MB), 200)
     other = Auto(BYTES)
     other.load_state_dict(auto.state_dict())
-    assert other.settled
+    assert not other.trying
     assert other.codec == auto.codec
     assert "checkpoint" in other.reason
     fresh = Auto({"fp32": 100})
     fresh.load_state_dict(auto.state_dict())  # int4 is no candidate there
-    assert not fresh.settled
+    assert fresh.trying
 
 
 def names(text: str) -> set[str]:
