@@ -18,7 +18,7 @@ from pycomm.policy import Policy
 from pycomm.policy.exchange import gather
 from pycomm.policy.names import clean, matching
 from pycomm.reduction.adapter import Adapter
-from pycomm.reduction.exchange_thread import ExchangeThread
+from pycomm.reduction.own_group import ExchangeThread
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.refusals import DDP
 from pycomm.reduction.state import CompressionState

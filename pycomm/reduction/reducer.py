@@ -34,9 +34,9 @@ from pycomm.policy.names import few
 from pycomm.reduction import coding, members, paths, powersgd, two_shot
 from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.bucket import Bucket, BucketPiece
-from pycomm.reduction.exchange_thread import ExchangeThread
 from pycomm.reduction.factors import Factors, Matrix, errs_alike, is_divided, is_look
 from pycomm.reduction.nodes import Nodes, find_levels
+from pycomm.reduction.own_group import ExchangeThread
 from pycomm.reduction.refusals import MOMENTA, refused_codec
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.single_coding import SingleCoding
