@@ -279,11 +279,11 @@ class BucketReducer:
             for place, part in zip(places, parts, strict=True):
                 place.copy_(part)
 
-        exchange = self.exchanges.start(tensor, taken, put_back, seed=self.seed)
-        self.step.checks.append(lambda: exchange.finite)
+        future, is_finite = self.exchanges.start(tensor, taken, put_back, seed=self.seed)
+        self.step.checks.append(is_finite)
         if probe is None:
-            return exchange.future
-        return exchange.future.then(lambda done: probe.finish(done.value()))
+            return future
+        return future.then(lambda done: probe.finish(done.value()))
 
     def _reduce_coded(
         self, tensor: torch.Tensor, bucket: Bucket

@@ -216,7 +216,7 @@ class CompressionState:
             "factors": self.reducer.factors.state_dict(),
         }
         about |= self.adapter.saved()
-        return {"about": (about,), "factors": (self.reducer.exchanges.memory.state_dict(),)}
+        return {"about": (about,), "factors": (self.reducer.exchanges.state_dict(),)}
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`, on the same or another number of ranks.
@@ -264,7 +264,7 @@ class CompressionState:
         names = matching(known, self.reducer.numbers)
         plan["escalated"] = renamed(plan["escalated"], names)
         self.plan.load_state_dict(plan)
-        self.reducer.exchanges.memory.load_state_dict(renamed(factors, names))
+        self.reducer.exchanges.load_state_dict(renamed(factors, names))
         self.reducer.factors.load_state_dict(units, names, self.reducer.shape, self.residuals)
 
     def _own_residuals(self, saved: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
@@ -561,7 +561,7 @@ class CompressionState:
             self.residuals.take_back(names - kept)
             self.residuals.commit(kept, step.number)
             self._drop_flushed(kept)
-        reducer.exchanges.memory.commit(came)
+        reducer.exchanges.commit(came)
         if waiting:
             step.pieces = {name: step.pieces[name] for name in waiting}
             step.checks = [lambda: True]

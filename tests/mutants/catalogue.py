@@ -302,7 +302,7 @@ RESIDUALS = (
     ),
     Mutant(
         "powersgd-exact-pieces-owe-again",
-        "pycomm/reduction/powersgd.py::Exchange.__init__",
+        "pycomm/reduction/powersgd.py::Exchanges._average",
         "piece.residual.store_worker(torch.zeros_like(target))",
         "pass",
         "torch/reduction/test_powersgd_factors.py::test_an_exact_piece_sends_its_residual_once",

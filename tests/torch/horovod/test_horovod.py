@@ -379,7 +379,7 @@ def test_different_trained_parameters_are_told(rank, size, codec, frozen):
     ("name", "other", "text"),
     [
         ("op", hvd.Sum, "by Average, .* by Sum, "),
-        ("backward_passes_per_step", 2, " 1 backward passes, .* 2 backward passes,"),
+        ("backward_passes_per_step", 2, " 1 backward passes .* 2 backward passes "),
     ],
 )
 def test_different_options_of_optimizers_are_told(rank, size, name, other, text):
