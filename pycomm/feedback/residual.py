@@ -202,17 +202,9 @@ class Residual:
         """Return a row of the worker residual after this step as it is stored."""
         return self.stored("worker", self.sides[1], row, 0, self.numel)
 
-    def room(self) -> torch.Tensor:
-        """Return float32 [numel] for `store_worker`: the residual itself if in float32."""
-        assert self.worker is not None
-        fresh = self.worker[self.sides[1]]
-        return fresh if fresh.dtype == torch.float32 else fresh.new_empty(self.numel).float()
-
     def store_worker(self, values: torch.Tensor, row: int = 0) -> None:
         """Write a row of the worker residual after this step, float32 [numel]."""
-        fresh = self.fresh_worker(row)
-        if fresh.data_ptr() != values.data_ptr():
-            storage.store(values, fresh)
+        storage.store(values, self.fresh_worker(row))
 
     def use(
         self,

@@ -30,7 +30,7 @@ Future = torch.futures.Future[torch.Tensor]
 
 
 class _Matrix:
-    """A matrix in an exchange; M is computed in the new residual's memory, if there is one."""
+    """A matrix in an exchange."""
 
     def __init__(
         self, target: torch.Tensor, piece: BucketPiece, kept: torch.Tensor | None, seed: int
@@ -42,10 +42,7 @@ class _Matrix:
         self.residual = piece.residual
         self.matrix = self.target
         if piece.residual is not None:
-            room = piece.residual.room()
-            self.matrix = torch.add(target, piece.residual.load_worker(), out=room).view(
-                rows, columns
-            )
+            self.matrix = (target + piece.residual.load_worker()).view(rows, columns)
         if kept is None or tuple(kept.shape) != (width, columns):
             key = RandomKey(seed, 0, piece.tensor)
             self.right = codec.start(piece.numel, key, target.device).t()
