@@ -19,9 +19,8 @@ from pycomm.hooks.fsdp import compress_shards, compressed_state
 from pycomm.hooks.megatron import compress_chunk, is_megatron
 from pycomm.hooks.replaced import state_in
 from pycomm.policy import Policy
-from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.refusals import DDP, refused
-from pycomm.reduction.state import CompressionState
+from pycomm.reduction.state import CompressionState, DetachedState
 
 
 def compress(

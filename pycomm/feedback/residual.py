@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from pycomm.codecs import Codec, RandomKey
 from pycomm.feedback import storage
 from pycomm.feedback.rule import Feedback
 
@@ -36,6 +37,7 @@ RESHARDED = "resharded"
 """Layout of residuals of which each worker has all values, and no owner has any."""
 
 _SLICE = 1 << 15  # values: a few pages, a multiple of storage.BLOCK
+_KEY = RandomKey()
 
 
 class Residual:
@@ -200,17 +202,9 @@ class Residual:
         """Return a row of the worker residual after this step as it is stored."""
         return self.stored("worker", self.sides[1], row, 0, self.numel)
 
-    def room(self) -> torch.Tensor:
-        """Return float32 [numel] for `store_worker`: the residual itself if in float32."""
-        assert self.worker is not None
-        fresh = self.worker[self.sides[1]]
-        return fresh if fresh.dtype == torch.float32 else fresh.new_empty(self.numel).float()
-
     def store_worker(self, values: torch.Tensor, row: int = 0) -> None:
         """Write a row of the worker residual after this step, float32 [numel]."""
-        fresh = self.fresh_worker(row)
-        if fresh.data_ptr() != values.data_ptr():
-            storage.store(values, fresh)
+        storage.store(values, self.fresh_worker(row))
 
     def use(
         self,
@@ -298,6 +292,64 @@ class Residual:
         for pair in (self.worker, self.owner):
             if pair is not None:
                 _clear(pair[1 - self.side])
+
+
+def encode(
+    codec: Codec,
+    x: torch.Tensor,
+    out: torch.Tensor,
+    residual: Residual,
+    *,
+    worker: bool,
+    begin: int,
+    row: int = 0,
+    key: RandomKey = _KEY,
+) -> None:
+    """Encode values of a parameter with the residual of earlier steps, and write the new one.
+
+    The order of operations is that of `encode` in csrc/codecs/base/feedback.cpp, so the bits are
+    the same.
+
+    Args:
+        codec: codec of the payload.
+        x: float32 [numel of the run].
+        out: uint8 [bytes of the payload].
+        residual: residual of the whole parameter.
+        worker: encode a contribution; else an owner's result, whose feedback is of the kind
+            residual.
+        begin: index of x[0] in the parameter.
+        row: row of the residual.
+        key: selects the random numbers.
+    """
+    rule, kind = residual.rule, residual.rule.kind if worker else "residual"
+    end = begin + x.numel()
+
+    def stored(role: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Return the values of a buffer before and after this step; None: there is none."""
+        if getattr(residual, role, None) is None:
+            return None, None
+        now, then = (residual.stored(role, side, row, begin, end) for side in residual.sides)
+        return now, then
+
+    old, fresh = stored("worker" if worker else "owner")
+    old_u, fresh_u = stored("momentum" if worker else "")
+    p, e, u, left = x, None, None, None
+    if old is not None and fresh is not None:
+        e = storage.load(old, x.numel())
+        e = e * rule.decay if kind == "decay" else e
+        # The codec writes a float32 residual directly, if feedback does not transform it.
+        direct = fresh.dtype == torch.float32 and kind != "momentum"
+        left = fresh if direct else torch.empty_like(x)
+    if old_u is not None:
+        p = u = storage.load(old_u, x.numel()) * rule.decay + x
+    codec.encode(p, out, e, new_residual=left, key=key, index=begin)
+    if left is not None and e is not None and fresh is not None:
+        if u is not None:
+            u = torch.where(left == p + e, u, 0.0)
+        if left is not fresh:
+            storage.store(left, fresh)
+    if u is not None and fresh_u is not None:
+        storage.store(u, fresh_u)
 
 
 def _clear(stored: torch.Tensor) -> None:

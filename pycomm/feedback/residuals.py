@@ -69,17 +69,21 @@ class Residuals:
         """
         self._known.add(name)
         found = self._residuals.get(name)
+        form: dict[str, Any]
         rule = self.rule.kept(rows * numel, codec)
         if codec is None and saved is not None and self.rule.storage == "auto":
             rule = replace(rule, storage=storage.name_of(saved))
         if found is None or (error and found.worker is None):
-            form: dict[str, Any] = {"rows": rows, "error": error, "owner": self._owners}
+            form = {"rows": rows, "error": error, "owner": self._owners}
             fresh = Residual(rule, numel, device, empty=empty, **form)
             if found is not None:  # has been exact, and keeps its momentum
                 fresh.momentum, fresh.side = found.momentum, found.side
             found = self._residuals[name] = fresh
         elif storage.is_wider(rule.storage, found.rule.storage):
-            found = self._residuals[name] = _widened(found, rule)
+            form = {"rows": found.rows, "error": found.worker is not None}
+            wide = Residual(rule, found.numel, found.device, owner=found.owner is not None, **form)
+            _load(wide, _saved(found))
+            found = self._residuals[name] = wide
         if found.device != device:  # of a state that was loaded to another one
             found.move(device)
         if (found.numel, found.rows) != (numel, rows):
@@ -227,14 +231,7 @@ class Residuals:
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """Return copies of all residuals by parameter name, as they are stored."""
-        return {
-            name: {
-                **{role: pair[r.side].clone() for role, pair in r.pairs()},
-                "about": (r.numel, r.rows, r.layouts[r.side], r.last_step),
-                "spans": {role: r.span(role, r.side) for role, _ in r.pairs()},
-            }
-            for name, r in self._residuals.items()
-        }
+        return {name: _saved(residual) for name, residual in self._residuals.items()}
 
     def load_state_dict(
         self, state: Mapping[str, Mapping[str, Any]], codecs: Mapping[str, Codec] = NO_CODECS
@@ -258,50 +255,47 @@ class Residuals:
             for _, pair in other.pairs():
                 pair[other.side].zero_()
         for name, saved in state.items():
-            tensors = {role: saved[role] for role in ROLES if role in saved}
-            if not self._owners:
-                tensors.pop("owner", None)
+            roles = {role for role in ROLES if role in saved and (self._owners or role != "owner")}
             here = self._residuals.get(name)
-            device = here.device if here else next(iter(tensors.values())).device
-            numel, rows, layout, last_step = saved["about"]
-            error, codec = "worker" in tensors, codecs.get(name)
-            form: dict[str, Any] = {"error": error, "codec": codec, "saved": tensors.get("worker")}
+            device = here.device if here else saved[min(roles)].device
+            numel, rows, *_ = saved["about"]
+            error, codec = "worker" in roles, codecs.get(name)
+            form: dict[str, Any] = {"error": error, "codec": codec, "saved": saved.get("worker")}
             mine = self.get(name, numel, device, rows=rows, **form)
-            if tensors.keys() != {role for role, _ in mine.pairs()}:
+            if roles != {role for role, _ in mine.pairs()}:
                 raise ValueError(
-                    f"feedback: {name} was saved with {', '.join(sorted(tensors))}, which is not "
+                    f"feedback: {name} was saved with {', '.join(sorted(roles))}, which is not "
                     f"what {self.rule} keeps; continue with the kind that was saved"
                 )
-            mine.take_back()
-            mine.forget_other_side()
-            mine.layouts[mine.side], mine.last_step = layout, last_step
-            mine.layouts[1 - mine.side] = ""  # so that `use` gives both sides their spans
-            for role in [role for role, _ in mine.pairs()]:
-                mine.take_all(role)
-                begin, end = saved["spans"][role]
-                for row in range(mine.rows if role in ("worker", "momentum") else 1):
-                    there = storage.part(tensors[role], end - begin, row, 0, end - begin)
-                    to = mine.stored(role, mine.side, row, begin, end)
-                    if there.dtype == to.dtype:
-                        to.copy_(there)
-                    else:
-                        storage.store(storage.load(there, end - begin).to(device), to)
+            _load(mine, saved)
 
 
-def _widened(residual: Residual, rule: Feedback) -> Residual:
-    """The same in a wider storage, between two steps."""
-    numel, rows, device = residual.numel, residual.rows, residual.device
-    wide = Residual(
-        *(rule, numel, device),
-        rows=rows,
-        error=residual.worker is not None,
-        owner=residual.owner is not None,
-    )
-    wide.layouts[wide.side] = residual.layouts[residual.side]
-    wide.last_step = residual.last_step
-    for (role, to), _ in zip(wide.pairs(), residual.pairs(), strict=True):
-        to[wide.side].copy_(residual.current(role))
-    return wide
+def _saved(residual: Residual) -> dict[str, Any]:
+    """Return copies of a residual's current side, as they are stored."""
+    r = residual
+    return {
+        **{role: pair[r.side].clone() for role, pair in r.pairs()},
+        "about": (r.numel, r.rows, r.layouts[r.side], r.last_step),
+        "spans": {role: r.span(role, r.side) for role, _ in r.pairs()},
+    }
+
+
+def _load(mine: Residual, saved: Mapping[str, Any]) -> None:
+    """Let a residual of the same size be what `_saved` returned, maybe in another storage."""
+    mine.take_back()
+    mine.forget_other_side()
+    *_, mine.layouts[mine.side], mine.last_step = saved["about"]
+    mine.layouts[1 - mine.side] = ""  # so that `use` gives both sides their spans
+    for role in [role for role, _ in mine.pairs()]:
+        mine.take_all(role)
+        begin, end = saved["spans"][role]
+        for row in range(mine.rows if role in ("worker", "momentum") else 1):
+            there = storage.part(saved[role], end - begin, row, 0, end - begin)
+            to = mine.stored(role, mine.side, row, begin, end)
+            if there.dtype == to.dtype:
+                to.copy_(there)
+            else:
+                storage.store(storage.load(there, end - begin).to(mine.device), to)
 
 
 def norm(

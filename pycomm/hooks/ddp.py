@@ -2,7 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with the types.
 import weakref
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -14,16 +14,18 @@ from pycomm import backend
 from pycomm.arguments import typed
 from pycomm.codecs import Codec
 from pycomm.errors import Error
-from pycomm.hooks.saved_buckets import SavedBuckets
 from pycomm.policy import Policy
 from pycomm.policy.exchange import gather
 from pycomm.policy.names import clean, matching
 from pycomm.reduction.adapter import Adapter
-from pycomm.reduction.exchange_thread import ExchangeThread
+from pycomm.reduction.own_group import ExchangeThread
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.refusals import DDP
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import DiscardedGradients
+
+Future = torch.futures.Future[torch.Tensor]
+Names = tuple[str, ...]
 
 
 def HookState(
@@ -64,6 +66,96 @@ def HookState(
     return state
 
 
+class SavedBuckets:
+    """Reduces one step by the buckets that a checkpoint names, whatever DDP's own are.
+
+    DDP makes new buckets after its first backward (with static_graph after two), and a bucket
+    decides which values each rank owns. A state that was saved after that belongs to the final
+    buckets, and is loaded before they exist.
+
+    From the first bucket on that differs, buckets are kept until the last one of the step. If they
+    are not of the same values in all, or of one dtype and device each, they are reduced as DDP made
+    them. All of it is decided by what is equal on all ranks: DDP's buckets and the saved names.
+
+    Args:
+        saved: names of each bucket's parameters, in the order of reduction.
+        numel: function that returns the number of values of a parameter.
+        reduce: function that averages a bucket in place.
+        wait: function that waits for a future of `reduce`.
+    """
+
+    def __init__(
+        self,
+        saved: Sequence[Names],
+        numel: Callable[[str], int],
+        reduce: Callable[[torch.Tensor, Names], Future],
+        wait: Callable[[Future], object],
+    ) -> None:
+        self._saved = list(saved)
+        self._numel, self._reduce, self._wait = numel, reduce, wait
+        self._held: list[tuple[torch.Tensor, Names, Future]] = []
+        self._started: list[tuple[torch.Tensor, Sequence[torch.Tensor], Future]] = []
+
+    def reduce(self, tensor: torch.Tensor, names: Names, *, last: bool) -> Future:
+        """Average a bucket of DDP, in place; after the last one of the step, call `finish`.
+
+        Args:
+            tensor: the gradients of the named parameters, one behind the other.
+            names: its parameters.
+            last: it is the last bucket of the step.
+        """
+        if not self._held and self._saved[:1] == [names]:
+            del self._saved[0]
+            return self._reduce(tensor, names)
+        devices: list[int | str | torch.device] = [] if tensor.is_cpu else [tensor.device]
+        future: Future = torch.futures.Future(devices=devices)
+        self._held.append((tensor, names, future))
+        if last:
+            self._start()
+        return future
+
+    def finish(self) -> None:
+        """Wait for the buckets that were kept, after the step has ended.
+
+        Raises:
+            Error: a reduction failed. The backward raises it, and waits for no bucket.
+        """
+        for bucket, places, reduction in self._started:
+            self._wait(reduction)
+            if places[0].data_ptr() != bucket.data_ptr():
+                values = torch.split(bucket, [place.numel() for place in places])
+                for place, value in zip(places, values, strict=True):
+                    place.copy_(value)
+        for tensor, _, future in self._held:
+            future.set_result(tensor)
+
+    def _start(self) -> None:
+        parts = self._parts()
+        if parts is None:
+            for tensor, names, _ in self._held:
+                self._started.append((tensor, [tensor], self._reduce(tensor, names)))
+            return
+        buckets = [[parts[name] for name in names] for names in self._saved]
+        for names, places in zip(self._saved, buckets, strict=True):
+            bucket = torch.cat(places)
+            self._started.append((bucket, places, self._reduce(bucket, names)))
+
+    def _parts(self) -> dict[str, torch.Tensor] | None:
+        """Return each parameter's values; None: they cannot be reduced by the saved buckets."""
+        parts: dict[str, torch.Tensor] = {}
+        for tensor, names, _ in self._held:
+            sizes = [self._numel(name) for name in names]
+            if tensor.is_sparse or sum(sizes) != tensor.numel():
+                return None
+            parts.update(zip(names, torch.split(tensor.view(-1), sizes), strict=True))
+        if sorted(name for names in self._saved for name in names) != sorted(parts):
+            return None
+        for names in self._saved:
+            if len({(parts[name].dtype, parts[name].device) for name in names}) > 1:
+                return None
+        return parts
+
+
 class DDPHooks:
     """What `compress_hook` does for a state of a DDP model.
 
@@ -79,8 +171,8 @@ class DDPHooks:
         self._model = weakref.ref(model)
         self._sparse = _sparse(model.module)
         self._settles: Any = None  # the handle of the forward hook `_settle_joined`
-        self._order: list[tuple[str, ...]] = []  # the last step's buckets, as they were reduced
-        self._loaded_order: list[tuple[str, ...]] = []  # the buckets of a loaded state,
+        self._order: list[Names] = []  # the last step's buckets, as they were reduced
+        self._loaded_order: list[Names] = []  # the buckets of a loaded state,
         self._by_loaded = 0  # by which so many steps are still reduced
         self._saved_buckets: SavedBuckets | None = None  # in such a step
 
@@ -95,7 +187,6 @@ class DDPHooks:
         for name, parameter in model.module.named_parameters():
             if id(parameter) in ids:
                 self._enter(name, parameter)
-        state.plan.complete()
         if reduced:
             device = reduced[0].device
             reducer.find_nodes(device)
@@ -116,9 +207,7 @@ class DDPHooks:
         here = [device.type == "cpu"]
         return all(there for (there,) in gather(here, group, device))
 
-    def reduce_bucket(
-        self, state: CompressionState, bucket: GradBucket
-    ) -> torch.futures.Future[torch.Tensor]:
+    def reduce_bucket(self, state: CompressionState, bucket: GradBucket) -> Future:
         """Average a DDP bucket over the group; see `compress_hook`."""
         reducer = self.reducer
         if bucket.index() == 0:
@@ -149,9 +238,7 @@ class DDPHooks:
                 queue(lambda: queue(self._look_for_unused))
         return future
 
-    def _reduce_named(
-        self, tensor: torch.Tensor, names: tuple[str, ...]
-    ) -> torch.futures.Future[torch.Tensor]:
+    def _reduce_named(self, tensor: torch.Tensor, names: Names) -> Future:
         """Reduce a bucket, and record it for checkpoints."""
         self._order.append(names)
         return (self.reducer.transform or self.reducer).reduce(tensor, names)
@@ -251,9 +338,7 @@ def _sparse(module: torch.nn.Module) -> set[int]:
     }
 
 
-def compress_hook(
-    state: CompressionState, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def compress_hook(state: CompressionState, bucket: GradBucket) -> Future:
     """Average a bucket's gradients over all ranks, compressed.
 
     The owner of each value sums the decoded values in float32 in rank order and divides once, so
@@ -280,9 +365,7 @@ def compress_hook(
     return future
 
 
-def _reduce_in_order_of_indices(
-    state: CompressionState, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def _reduce_in_order_of_indices(state: CompressionState, bucket: GradBucket) -> Future:
     """Average a bucket in which all gradients have the order of their indices meanwhile.
 
     Matrices have the rows and columns of the parameter's indices, also if a channels_last model has
@@ -303,7 +386,7 @@ def _reduce_in_order_of_indices(
         gradient.copy_(as_it_lies.clone())
     future = state.adapter.reduce_bucket(state, bucket)
 
-    def restore(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
+    def restore(done: Future) -> torch.Tensor:
         result = done.value()
         for gradient, as_it_lies in strided:
             as_it_lies.copy_(gradient.clone())

@@ -72,7 +72,6 @@ def compress_shards(
     adapter = Adapter(FSDP if scatters else HSDP, layout, early=True)
     state = CompressionState(codec, process_group=group, adapter=adapter, **options)
     hooks = FSDPHooks(state, found)
-    state.plan.complete()
     state.agree()
     if layout.shard_group is not None and not scatters:
         # So far only the replicas of each shard have compared what they were given.
@@ -102,11 +101,8 @@ class FSDPHooks:
         self.state, self._reducer = state, state.reducer
         if state.transform is None:
             self._reducer.find_nodes(self._reducer.device)
-        self._tensor_of: dict[str, Callable[[], torch.Tensor]] = {
-            name: partial(getattr, parameter, "sharded_param")
-            for unit in units
-            for name, parameter in unit.parameters.items()
-        }
+        # torch's FSDPParam by name, whose tensors may be replaced by others.
+        self._parameters = {n: p for unit in units for n, p in unit.parameters.items()}
         for unit in units:
             self._enter(unit.trained())
 
@@ -116,12 +112,12 @@ class FSDPHooks:
         """Let codecs be decided for parameters that get gradients, frozen ones when they do."""
         for name in names:
             if name not in self._reducer.numbers:
-                self._reducer.add(name, self._tensor_of[name]())
+                self._reducer.add(name, self._parameters[name].sharded_param)
 
     def _begin_step(self) -> None:
         """Begin a step. Loading a model may have replaced its parameters' tensors."""
         for name, before in list(self._reducer.by_name.items()):
-            now = self._tensor_of[name]()
+            now = self._parameters[name].sharded_param
             if now is not before:
                 self._reducer.put(name, now)
                 if self.state.discarded:

@@ -487,7 +487,7 @@ class Momenta:
 
     def _encodes_beside(self, bucket: Bucket) -> bool:
         """Return whether `exchange` may encode, as what comes before it has nothing to change."""
-        choice = bucket.agreed.paths.get(("all_reduce", False))
+        choice = bucket.paths.get(("all_reduce", False))
         if choice is None or choice.path.in_core or self.state.process_group.size() == 1:
             return False  # it is not called, or one cannot know
         if self.state.plan.sampled:

@@ -20,7 +20,6 @@ _ATTRIBUTE = "_pycomm_state"
 
 def attach(state: CompressionState, wrapper: nn.Module) -> None:
     """Let `state_in` find the state of a wrapper whose parameters it has; collective."""
-    state.plan.complete()
     state.agree()
     vars(wrapper)[_ATTRIBUTE] = state
 

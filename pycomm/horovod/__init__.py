@@ -34,13 +34,13 @@ from pycomm.horovod.basics import rocm_built as rocm_built
 from pycomm.horovod.basics import shutdown as shutdown
 from pycomm.horovod.basics import size as size
 from pycomm.horovod.calls import Handle as Handle
-from pycomm.horovod.compression import Compression as Compression
 from pycomm.horovod.functions import allgather_object as allgather_object
 from pycomm.horovod.functions import broadcast_object as broadcast_object
 from pycomm.horovod.functions import broadcast_optimizer_state as broadcast_optimizer_state
 from pycomm.horovod.functions import broadcast_parameters as broadcast_parameters
 from pycomm.horovod.operations import Adasum as Adasum
 from pycomm.horovod.operations import Average as Average
+from pycomm.horovod.operations import Compression as Compression
 from pycomm.horovod.operations import Max as Max
 from pycomm.horovod.operations import Min as Min
 from pycomm.horovod.operations import Op as Op

@@ -22,12 +22,11 @@ from torch._C._distributed_c10d import (
     _compute_bucket_assignment_by_size,
 )
 
-from pycomm.arguments import number, typed, whole
+from pycomm.arguments import typed, whole
 from pycomm.errors import Error, WireMismatch
 from pycomm.horovod.basics import size
 from pycomm.horovod.calls import Call
-from pycomm.horovod.compression import Coded, Compression
-from pycomm.horovod.operations import Op
+from pycomm.horovod.operations import Coded, Compression, Op
 from pycomm.horovod.process_sets import (
     ProcessSet,
     check_made,
@@ -89,7 +88,6 @@ class GradientBucket:
         self.views = [view.view(p.shape) for view, p in zip(views, parameters, strict=True)]
         self.flat = flat
         self.missing = len(parameters)
-        self.late = True  # its parameters had no hooks when this step's backward began
         # Gradients, their versions, and sums of their bits: GradScaler's kernel and what goes
         # through `.data` write values without counting the version up.
         self.sent: list[tuple[torch.Tensor | None, int, torch.Tensor | None]] = []
@@ -163,10 +161,9 @@ class GradientReducer:
         compression: Any,
         passes: int,
         op: Op,
-        predivide: float,
         process_set: ProcessSet,
     ) -> None:
-        self.passes, self.op, self.predivide = passes, op, predivide
+        self.passes, self.op = passes, op
         self.names = names
         self._optimizer = weakref.ref(optimizer)
         self._process_set = process_set
@@ -177,11 +174,10 @@ class GradientReducer:
         self._buckets: list[GradientBucket] = []
         self._place: dict[torch.nn.Parameter, GradientBucket] = {}
         self._count: dict[torch.nn.Parameter, int] = {}
-        self._started, self._ended = 0, False
+        self._started = 0
         self._call: Call | None = None  # of the step that has begun
         self._new = self._untold()  # parameters that the other ranks do not know of yet
         self._enter()
-        self.state.plan.complete()
         self.state.agree()
         self.reset()
 
@@ -233,13 +229,13 @@ class GradientReducer:
         few = ", ".join(parts[:2] + ["..."] * (len(parts) > 2))
         text = (
             f"a step that trains {len(parts)} parameters by {self.op.name}, {self.passes} backward "
-            f"passes, divided by {self.predivide} before ({few}; {digest})"
+            f"passes ({few}; {digest})"
         )
         self._call = Call(self._process_set, text)
         for bucket in self._buckets:
             bucket.missing = sum(p.requires_grad for p in bucket.parameters)
         self.state.begin_step()
-        self.state.reducer.step.busy = True
+        self.state.reducer.step.busy_until = "optimizer.step() or optimizer.synchronize()"
 
     def _arrived(self, parameter: torch.nn.Parameter) -> None:
         if self._count[parameter] == self.passes:
@@ -253,7 +249,7 @@ class GradientReducer:
             self._place[parameter].missing -= 1
             while self._started < len(self._buckets):
                 bucket = self._buckets[self._started]
-                if bucket.missing or bucket.late:
+                if bucket.missing:
                     break
                 self._start()
 
@@ -262,24 +258,18 @@ class GradientReducer:
         bucket = self._buckets[self._started]
         self._started += 1
         bucket.fill()
-        if self.predivide != 1.0:
-            bucket.flat.div_(self.predivide)
         flat = bucket.flat
         values = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
         bucket.future = self.state.reduce(values, bucket.names)
         if self._started == len(self._buckets) and not self._new:
-            self._end()
-
-    def _end(self) -> None:
-        self._ended = True
-        self.state.end_step()
+            self.state.end_step()
 
     def _complete(self) -> None:
         """Start what has not been started, and wait for all results."""
         while self._started < len(self._buckets):
             self._start()
-        if not self._ended:
-            self._end()
+        if self.state.is_open:
+            self.state.end_step()
         for bucket in self._buckets:
             assert bucket.future is not None
             self.state.wait(bucket.future)
@@ -314,7 +304,7 @@ class GradientReducer:
         """
         self._begin()
         assert self._call is not None
-        factor = self.predivide * (self._call.size if self.op is Op.Sum else 1)
+        factor = self._call.size if self.op is Op.Sum else 1
         try:
             self._exchange()
         finally:
@@ -328,17 +318,17 @@ class GradientReducer:
                 "with optimizer.skip_synchronize(): optimizer.step()"
             )
         for bucket in self._buckets:
-            if factor != 1.0:
+            if factor != 1:
                 bucket.flat.mul_(factor)
             bucket.empty()
 
     def reset(self) -> None:
         """Begin to count the backward passes of the next step."""
-        self._started, self._ended, self._call = 0, False, None
-        self.state.reducer.step.busy = False
+        self._started, self._call = 0, None
+        self.state.reducer.step.busy_until = ""
         self._count = dict.fromkeys(self._count, 0)
         for bucket in self._buckets:
-            bucket.late, bucket.future = False, None
+            bucket.future = None
 
 
 def _policy(compression: Any) -> tuple[str | Policy, Any]:
@@ -483,18 +473,16 @@ def DistributedOptimizer(
         compression: Compression.none, fp16, or Compression.codec("int4"), with error feedback.
         backward_passes_per_step: backward passes whose gradients add up on the rank.
         op: Average or Sum.
-        gradient_predivide_factor: gradients are divided by it before they are summed, and
-            multiplied by it after.
+        gradient_predivide_factor: not used: sums are made in float32, which has room for them.
         num_groups: not used: gradients travel in buckets.
         groups: not used.
         sparse_as_dense: not used: sparse gradients always travel dense.
         process_set: the ranks that average; on others the optimizer is as before.
 
-    The first step compares `op`, `gradient_predivide_factor` and `backward_passes_per_step`, which
-    are equal on all ranks.
+    The first step compares `op` and `backward_passes_per_step`, which are equal on all ranks.
 
     Raises:
-        ValueError: names are given twice, or not for all parameters; a factor is invalid.
+        ValueError: names are given twice, or not for all parameters.
         WireMismatch: ranks compress differently; on all ranks.
         Error: another `op`, an optimizer that cannot be used or is a DistributedOptimizer already,
             a compressor of one's own, or `init` was not called.
@@ -520,16 +508,11 @@ def DistributedOptimizer(
             f"DistributedOptimizer cannot drive {type(optimizer).__name__}: wrap the model in "
             "DistributedDataParallel instead"
         )
-    if gradient_predivide_factor != 1.0 and op is not Op.Average:
-        raise ValueError("gradient_predivide_factor is for op=hvd.Average")
-    predivide = number("gradient_predivide_factor", gradient_predivide_factor)
-    if predivide <= 0:
-        raise ValueError(f"gradient_predivide_factor={predivide} is invalid: expected more than 0")
     passes = whole("backward_passes_per_step", backward_passes_per_step, 1)
     check_made(process_set)
     reducer = None
     if process_set.included():
-        options = (compression, passes, op, predivide, process_set)
+        options = (compression, passes, op, process_set)
         reducer = GradientReducer(optimizer, names, *options)
     # The same object's class changes, so that its state and whoever knows it stay: schedulers do.
     base = type(optimizer)

@@ -12,6 +12,6 @@ averaging of parameters (local SGD, Stich 2018). Outer gradients are compressed,
   2025, "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, algorithm 2).
 """
 
+from pycomm.local_sgd.local import Blocking as Blocking
 from pycomm.local_sgd.local import LocalSGD as LocalSGD
-from pycomm.local_sgd.streamed import Blocking as Blocking
-from pycomm.local_sgd.streamed import Streamed as Streamed
+from pycomm.local_sgd.local import Streamed as Streamed

@@ -1,35 +1,111 @@
-"""`LocalSGD`: rounds of local training, in any of the forms of exchange."""
+"""`LocalSGD`: rounds of local training; `Blocking` and `Streamed`: its forms of exchange."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm import backend
-from pycomm.arguments import number, typed, whole
+from pycomm.arguments import number, put, typed, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
-from pycomm.local_sgd.outer import Fragment, copies, reals
-from pycomm.local_sgd.shared import Average, SharedModel
-from pycomm.local_sgd.streamed import Blocking, Streamed
+from pycomm.local_sgd.outer import Fragment, broadcast, split
+from pycomm.local_sgd.shared import (
+    Average,
+    InnerOptimizers,
+    announce,
+    are_finite,
+    named,
+    start_average,
+)
+from pycomm.log import logger
 from pycomm.policy import Policy, agree_on_options
+from pycomm.policy.names import few
 from pycomm.reduction import own_group
 from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.refusals import LOCAL_SGD, refused
 from pycomm.reduction.state import CompressionState
-from pycomm.reduction.weights import checked
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 _OPTIONS = ("every", "exchange", "lr", "momentum", "weighted", "average")
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """Parts of the model travel one after the other, while training goes on (Streaming DiLoCo).
+
+    An overlapped rank differs from the others between rounds; `LocalSGD.finish` makes all equal.
+    One fragment with ``overlap=every`` is DiLoCo whose outer gradients come one round later.
+
+    Args:
+        fragments: number of parts of the model, of about equal size, that are averaged one after
+            the other in each round: a fragment every ``every / fragments`` steps.
+        overlap: local steps during which a fragment's outer gradient travels, at most
+            ``every // fragments``; 0: training stops meanwhile.
+        mixing: share of a rank's own parameters that it keeps when an overlapped outer gradient is
+            applied, from 0 to below 1: ``mixing * own + (1 - mixing) * common``.
+
+    Raises:
+        TypeError: an option has another type.
+        ValueError: an option is out of its range.
+
+    Example:
+        >>> from pycomm.local_sgd import Streamed
+        >>> stream = Streamed(fragments=6, overlap=5)
+        >>> local = pycomm.LocalSGD(model, every=30, exchange=stream)  # doctest: +SKIP
+    """
+
+    fragments: int = 1
+    overlap: int = 1
+    mixing: float = 0.5
+
+    def __post_init__(self) -> None:
+        put(
+            self,
+            fragments=whole("fragments", self.fragments, 1),
+            overlap=whole("overlap", self.overlap),
+            mixing=number("mixing", self.mixing),
+        )
+        if not 0 <= self.mixing < 1:
+            raise ValueError(f"mixing={self.mixing}: use a share from 0 to below 1")
+
+    def check(self, every: int) -> None:
+        """Check these options against the steps of a round.
+
+        Raises:
+            ValueError: there are more fragments or steps of overlap than a round has steps for.
+        """
+        if self.fragments > every:
+            raise ValueError(
+                f"LocalSGD: fragments={self.fragments}: use 1 to every={every}, since each takes a "
+                "step of its own"
+            )
+        if self.overlap > every // self.fragments:
+            raise ValueError(
+                f"LocalSGD: overlap={self.overlap} is more than every // fragments = "
+                f"{every // self.fragments}: the next fragment would be due before it came"
+            )
+
+
+@dataclass(frozen=True)
+class Blocking(Streamed):
+    """Training stops while the outer gradients of the whole model travel: DiLoCo."""
+
+    fragments: int = field(default=1, init=False, repr=False)
+    overlap: int = field(default=0, init=False, repr=False)
+    mixing: float = field(default=0.0, init=False, repr=False)
 
 
 class LocalSGD:
@@ -116,16 +192,19 @@ class LocalSGD:
         """Samples or tokens of all steps on this rank."""
         group = process_group or dist.group.WORLD
         exchange.check(self.every)
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._model = model
+        trained = self._trained()
         if not trained:
             raise ValueError("LocalSGD: the model has no parameters to train: unfreeze some")
+        device = next(iter(trained.values())).device
         own = closing = None
         if group is not None:
             agree_on_options(self._terms(), group)
             _refuse_meetings(model, group)
-            # Weights and senders are exchanged in several steps, which wait for each other.
-            is_async = not weighted and average == "ranks" and reals(trained[0]).is_cpu
-            if exchange.needs_own_group(is_async=is_async and bool(backend.find(group))):
+            # The backend runs them on a thread of its own, but for weights and senders, which are
+            # exchanged in several steps that wait for each other.
+            is_async = not weighted and average == "ranks" and device.type == "cpu"
+            if exchange.overlap and not (is_async and backend.find(group)):
                 own = own_group.make(group)
                 closing = weakref.finalize(self, own_group.close, own)
         self.state = CompressionState(
@@ -137,17 +216,28 @@ class LocalSGD:
         )
         """Codecs and feedback: `residual_norms()`."""
         self.state.reducer.averages_senders = average == "senders"
-        self._shared = SharedModel(
-            model,
-            self.state,
-            fragments=exchange.fragments,
-            every=self.every,
-            lr=self.lr,
-            momentum=self.momentum,
-            weighted=weighted,
-        )
+        self.rounds = 0
+        """Outer gradients that were applied, or skipped because they were not finite; those of each
+        fragment count."""
+        self.skipped = 0
+        """Outer gradients that were skipped."""
+        self._inner = InnerOptimizers(lambda: named(model))
+        broadcast(model, self.state.process_group)
+        self._parts = [
+            Fragment(part, momentum=self.momentum, end=end)
+            for part, end in split(trained, exchange.fragments, self.every)
+        ]
+        for name, parameter in trained.items():
+            own_part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            self.state.add(name, own_part.detach())
+        self.state.agree()
+        for part in self._parts:
+            if part.dtype == torch.float64:
+                coded = [name for name in part.parameters if not self.state.decisions[name].exact]
+                why = "it travels with parameters in float64"
+                self.state.plan.exactly.update(dict.fromkeys(coded, why))
         if average == "ranks" and group is not None:
-            self.state.reducer.find_nodes(reals(trained[0]).device)
+            self.state.reducer.find_nodes(device)
         self.local_steps = 0
         """Optimizer steps in this round."""
         self._own = own
@@ -177,17 +267,6 @@ class LocalSGD:
             )
         super().__setattr__(name, value)
 
-    @property
-    def rounds(self) -> int:
-        """Outer gradients that were applied, or skipped because they were not finite; those of
-        each fragment count."""
-        return self._shared.rounds
-
-    @property
-    def skipped(self) -> int:
-        """Outer gradients that were skipped."""
-        return self._shared.skipped
-
     # ------------------------------------------------------------------ for users
 
     @_disable_dynamo  # a round exchanges values, also within a compiled step of the optimizer
@@ -207,17 +286,19 @@ class LocalSGD:
                 if self.weighted
                 else "LocalSGD.step: a weight needs weighted=True in LocalSGD, on all ranks"
             )
-        weight = 1.0 if weight is None else checked(weight)
+        weight = 1.0 if weight is None else number("weight", weight)
+        if weight < 0:
+            raise ValueError(f"weight={weight}: use a number of samples or tokens, 0 or more")
         self.weight += weight
         self.local_steps += 1
         self._dirty = True
-        for part in self._shared.parts:
+        for part in self._parts:
             part.weight += weight
         if self._in_flight is not None:
             self._countdown -= 1
             if not self._countdown:
                 self._apply()
-        for part in self._shared.parts:
+        for part in self._parts:
             if part.end == self.local_steps:
                 self._end(part)
         if self.local_steps < self.every:
@@ -233,23 +314,25 @@ class LocalSGD:
         self._apply()
         all_finish = False
         while not all_finish:
-            part, changed = self._next(), self._shared.changed()
+            part, changed = self._next(), self._changed()
             gradient = part.gradient()
-            announced = self._shared.announce(
-                gradient, part.weight, changed, finishing=True, dirty=self._dirty
+            announced = announce(
+                self.state, gradient, part.weight, changed, finishing=True, dirty=self._dirty
             )
             all_finish = all(rank.finishing for rank in announced())
             if all_finish and not any(rank.dirty for rank in announced()):
                 break
-            self._catch_up(part, self._shared.average(part, gradient, announced))
+            names, weighted = list(part.parameters), self.weighted
+            wait = start_average(self.state, names, gradient, announced, weighted=weighted)
+            self._catch_up(part, wait)
         else:
-            for _ in self._shared.parts[1:]:
+            for _ in self._parts[1:]:
                 self._catch_up(self._next(), self._exchange(self._next()))
         self.local_steps, self._dirty = 0, False
 
     def _next(self) -> Fragment:
         """Return the fragment whose turn it is; the first one where a round ended by an error."""
-        parts = self._shared.parts
+        parts = self._parts
         return next((part for part in parts if part.end > self.local_steps), parts[0])
 
     def _catch_up(self, part: Fragment, wait: Callable[[], Average]) -> None:
@@ -269,12 +352,14 @@ class LocalSGD:
 
     def _exchange(self, part: Fragment) -> Callable[[], Average]:
         """Send a fragment's outer gradient; return a function that waits for the average."""
-        shared, own = self._shared, self._own  # so that what is in flight does not hold this object
-        gradient, weight, changed = part.gradient(), part.weight, shared.changed()
+        # So that what is in flight does not hold this object.
+        state, weighted, own = self.state, self.weighted, self._own
+        gradient, weight, changed = part.gradient(), part.weight, self._changed()
+        names = list(part.parameters)
 
         def exchange() -> Callable[[], Average]:
-            announced = shared.announce(gradient, weight, changed)
-            return shared.average(part, gradient, announced)
+            announced = announce(state, gradient, weight, changed)
+            return start_average(state, names, gradient, announced, weighted=weighted)
 
         if self._thread is None:
             return exchange()
@@ -283,21 +368,71 @@ class LocalSGD:
 
     def _complete(self, part: Fragment, wait: Callable[[], Average]) -> None:
         """Wait for an average, and begin the fragment's next round from its start."""
-        self._shared.move(part, wait())
+        self._move(part, wait())
         part.write()
-        self._dirty = len(self._shared.parts) > 1 or self.exchange.overlap > 0
+        self._dirty = len(self._parts) > 1 or self.exchange.overlap > 0
 
     def _apply(self) -> None:
         """Apply the average that is in flight, if there is one."""
         if self._in_flight is None:
             return
         (part, wait), self._in_flight = self._in_flight, None
-        if self._shared.move(part, wait()):
+        if self._move(part, wait()):
             part.mix(self.exchange.mixing)
+
+    def _move(self, part: Fragment, average: Average) -> bool:
+        """Move a fragment's start by an average; return whether it is finite.
+
+        If it is not, the model goes back to the fragment's start on all ranks. A rank whose own
+        outer gradient was not finite goes back to the start of all fragments, with new states of
+        the inner optimizer where those are not finite either.
+        """
+        self.rounds += 1
+        if are_finite([average.values]):  # on all ranks alike
+            part.apply(average.values, self.lr)
+            return True
+        self.state.reducer.check_operations()
+        self.skipped += 1
+        rank = self.state.process_group.rank()
+        logger.warning(
+            "rank %d: LocalSGD skips round %d, and all ranks go back to its start: the average is "
+            "not finite, since the outer gradient of %s",
+            rank,
+            self.rounds,
+            f"rank {', '.join(map(str, average.bad))} is not"
+            if average.bad
+            else "no rank is, and their sum overflows",
+        )
+        if rank in average.bad:
+            for each in self._parts:
+                each.write()
+            if names := self._inner.reset():
+                logger.warning(
+                    "rank %d: LocalSGD has reset the inner optimizer's state, which was not "
+                    "finite, of %s",
+                    rank,
+                    few(names),
+                )
+        else:
+            part.write()
+        return False
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that are trained now, by name."""
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # an evaluation has left whole parameters
+        return {name: p for name, p in named(self._model).items() if p.requires_grad}
+
+    def _changed(self) -> str:
+        """Return the trained parameters that are not those of the beginning; "": there are none."""
+        trained = self._trained()
+        known = {name: p for part in self._parts for name, p in part.parameters.items()}
+        return few([n for n in {**known, **trained} if known.get(n) is not trained.get(n)])
 
     def summary(self) -> str:
         """Return the codecs, and the bytes that this rank sends in a round and at most at once."""
-        parts = self._shared.parts
+        parts = self._parts
         sizes = [self._sent_bytes(part.parameters) for part in parts]
         tokens = ""
         if self.weighted and self.weight:
@@ -341,15 +476,19 @@ class LocalSGD:
             part, wait = self._in_flight
             average = wait()
             self._in_flight = part, lambda: average
-            values = copies(average.values)
-            pending = self._shared.parts.index(part), values, average.bad, self._countdown
+            values = average.values.clone()
+            pending = self._parts.index(part), values, average.bad, self._countdown
         return {
             "version": STATE_VERSION,
             "weight": self.weight,
             "local_steps": self.local_steps,
             "dirty": self._dirty,
             "pending": pending,
-            **self._shared.state_dict(dirty=self._dirty),
+            "fragments": [part.state_dict() for part in self._parts],
+            "own": [part.values() for part in self._parts] if self._dirty else None,
+            "rounds": self.rounds,
+            "skipped": self.skipped,
+            "compression": self.state.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -371,11 +510,22 @@ class LocalSGD:
         if self._in_flight is not None:
             self._in_flight[1]()
             self._in_flight = None
-        self._shared.load_state_dict(state)
+        saved = state["fragments"]
+        if len(saved) != len(self._parts):
+            raise ValueError(
+                f"LocalSGD's state has {len(saved)} fragments, not {len(self._parts)}: give the "
+                "same exchange="
+            )
+        for part, one in zip(self._parts, saved, strict=True):
+            part.load_state_dict(one)
+        self.state.load_state_dict(state["compression"])
+        self.rounds, self.skipped = state["rounds"], state["skipped"]
+        for index, part in enumerate(self._parts):
+            part.write(state["own"] and state["own"][index])
         if state["pending"] is not None:
             index, values, bad, self._countdown = state["pending"]
-            average = Average(copies(values), bad)
-            self._in_flight = self._shared.parts[index], lambda: average
+            average = Average(values.clone(), bad)
+            self._in_flight = self._parts[index], lambda: average
         self.local_steps, self._dirty = state["local_steps"], state["dirty"]
         self.weight = state["weight"]
 

@@ -1,6 +1,6 @@
 """Fragments: the parameters that all ranks share between rounds of `pycomm.LocalSGD`.
 
-They are kept in float32, or in float64 if the model's are: a bfloat16 parameter cannot represent
+They are kept in float32, or in float64 if one of them is: a bfloat16 parameter cannot represent
 the small steps of an outer optimizer. Its rounding must not count as a step either, so a rank's
 outer gradient is the difference between the rounded start that was written to its model and the
 model's values now.
@@ -17,10 +17,6 @@ from torch import nn
 from torch._C._distributed_c10d import _broadcast_coalesced
 from torch.distributed.tensor import DTensor
 
-Values = dict[str, torch.Tensor]
-"""One flat tensor for each width that the model needs, "float32" and "float64"."""
-
-_WIDE = {"float32": torch.float32, "float64": torch.float64}
 _MESSAGE = 1 << 25  # bytes that are broadcast together
 
 
@@ -56,42 +52,32 @@ class Fragment:
         self.weight = 0.0
         """Samples, tokens or steps since they were last sent."""
         self.parameters = dict(parameters)
+        wide = any(reals(p).dtype == torch.float64 for p in parameters.values())
+        self.dtype = torch.float64 if wide else torch.float32
+        """In which all of them travel, and are kept."""
         self.start = self.values()
-        self.velocity: Values | None = None
-        if momentum:
-            self.velocity = {w: torch.zeros_like(start) for w, start in self.start.items()}
+        self.velocity = torch.zeros_like(self.start) if momentum else None
 
-    @property
-    def names(self) -> dict[str, tuple[str, ...]]:
-        """Names of the parameters in each flat tensor, in order."""
-        return {
-            width: tuple(n for n, p in self.parameters.items() if _width(reals(p)) == width)
-            for width in self.start
-        }
-
-    def gradient(self) -> Values:
+    def gradient(self) -> torch.Tensor:
         """Return this rank's outer gradient since the last `write`: start minus end."""
         ends = self.values()
-        starts = {width: self.start[width] for width in ends}  # in the same order
-        for (part, end), (_, begin) in zip(self._of(ends), self._of(starts), strict=True):
+        for (part, end), (_, begin) in zip(self._of(ends), self._of(self.start), strict=True):
             if part.dtype != begin.dtype:
                 begin = begin.to(part.dtype).to(begin.dtype)  # as it was written
             torch.sub(begin, end, out=end)
         return ends
 
-    def apply(self, gradient: Values, lr: float) -> None:
+    def apply(self, gradient: torch.Tensor, lr: float) -> None:
         """Move the start by an outer gradient, which is overwritten."""
-        for width, start in self.start.items():
-            update = gradient[width]
-            if self.velocity is not None:
-                velocity = self.velocity[width].mul_(self.momentum).add_(update)
-                update.add_(velocity, alpha=self.momentum)
-            start.add_(update, alpha=-lr)
+        if self.velocity is not None:
+            velocity = self.velocity.mul_(self.momentum).add_(gradient)
+            gradient.add_(velocity, alpha=self.momentum)
+        self.start.add_(gradient, alpha=-lr)
 
     @torch.no_grad()
-    def write(self, values: Values | None = None) -> None:
+    def write(self, values: torch.Tensor | None = None) -> None:
         """Write values to the model; None: the start, from which a round begins."""
-        for part, start in self._of(values or self.start):
+        for part, start in self._of(self.start if values is None else values):
             part.copy_(start.view_as(part))
 
     @torch.no_grad()
@@ -108,8 +94,8 @@ class Fragment:
         """Return copies of the state to checkpoint."""
         return {
             "names": tuple(self.parameters),
-            "start": copies(self.start),
-            "velocity": None if self.velocity is None else copies(self.velocity),
+            "start": self.start.clone(),
+            "velocity": None if self.velocity is None else self.velocity.clone(),
             "weight": self.weight,
         }
 
@@ -129,34 +115,27 @@ class Fragment:
                 "LocalSGD's state was saved with momentum or without, unlike this one: give the "
                 "same momentum="
             )
-        sizes = {width: values.numel() for width, values in state["start"].items()}
-        if sizes != {width: values.numel() for width, values in self.start.items()}:
+        saved, here = state["start"], self.start
+        if (saved.numel(), saved.dtype) != (here.numel(), here.dtype):
             raise ValueError(
-                f"LocalSGD's state has {sum(sizes.values())} values, the model "
-                f"{sum(v.numel() for v in self.start.values())}: it belongs to another model"
+                f"LocalSGD's state has {saved.numel()} values in {saved.dtype}, the model "
+                f"{here.numel()} in {here.dtype}: it belongs to another model"
             )
         self.parameters = {name: self.parameters[name] for name in state["names"]}
-        for width, values in self.start.items():
-            values.copy_(state["start"][width])
-            if self.velocity is not None:
-                self.velocity[width].copy_(state["velocity"][width])
+        self.start.copy_(saved)
+        if self.velocity is not None:
+            self.velocity.copy_(state["velocity"])
         self.weight = state["weight"]
 
-    def _of(self, values: Values) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield this rank's part of each parameter, and its place in flat tensors."""
-        for width, flat in values.items():
-            parts = [p for p in map(reals, self.parameters.values()) if _width(p) == width]
-            sizes = [part.numel() for part in parts]
-            yield from zip(parts, torch.split(flat, sizes), strict=True)
+    def _of(self, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield this rank's part of each parameter, and its place in a flat tensor."""
+        parts = list(map(reals, self.parameters.values()))
+        return zip(parts, torch.split(values, [part.numel() for part in parts]), strict=True)
 
-    def values(self) -> Values:
-        """Return this rank's parts of all parameters as flat tensors."""
-        flat: dict[str, list[torch.Tensor]] = {}
-        for parameter in self.parameters.values():
-            part = reals(parameter)
-            width = _width(part)
-            flat.setdefault(width, []).append(part.to(_WIDE[width]).reshape(-1))
-        return {width: torch.cat(parts) for width, parts in flat.items()}
+    def values(self) -> torch.Tensor:
+        """Return this rank's parts of all parameters as a flat tensor."""
+        parts = map(reals, self.parameters.values())
+        return torch.cat([part.to(self.dtype).reshape(-1) for part in parts])
 
 
 def split(
@@ -196,12 +175,3 @@ def split(
         part = {name: parameters[name] for name in names[first:at]}
         parts.append((part, -(-(index + 1) * every // fragments)))
     return parts
-
-
-def _width(part: torch.Tensor) -> str:
-    return "float64" if part.dtype == torch.float64 else "float32"
-
-
-def copies(values: Values) -> Values:
-    """Return copies of flat tensors."""
-    return {width: part.clone() for width, part in values.items()}

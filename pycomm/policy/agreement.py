@@ -12,7 +12,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm import backend, log
 from pycomm.errors import WireMismatch
-from pycomm.policy.exchange import answer, device_of, gather_json
+from pycomm.policy.exchange import device_of, gather, gather_json
 from pycomm.policy.rules import Decision
 
 
@@ -101,12 +101,8 @@ def agree(decisions: Sequence[Decision], group: dist.ProcessGroup, device: torch
             difference.
     """
     mine = [str(decision) for decision in decisions]
-    digest = hashlib.sha256("\n".join(mine).encode()).digest()
-    own = torch.tensor(list(digest), dtype=torch.uint8, device=device)
-    received = [torch.empty_like(own) for _ in range(group.size())]
-    work = dist.all_gather(received, own, group=group, async_op=True)
-    all_digests = [answer(work, other) for other in received]
-    if any(not torch.equal(other, all_digests[0]) for other in all_digests):
+    digests = gather(list(hashlib.sha256("\n".join(mine).encode()).digest()), group, device)
+    if any(other != digests[0] for other in digests):
         raise WireMismatch(_difference(gather_json(mine, group, device)))
 
 

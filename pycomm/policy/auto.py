@@ -14,13 +14,30 @@ when it changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from math import log
 from statistics import median
 from typing import Any
 
+from pycomm.codecs import Codec
+from pycomm.codecs import codec as parse_codec
+from pycomm.policy.quality import reduced_error
+from pycomm.policy.rules import Policy
+
+Exchange = Callable[[Sequence[float]], list[list[float]]]
+"""This rank's numbers -> the numbers of all ranks, in rank order."""
+
 TRYING = "auto: trying"
+AUTO_ERROR = 0.2
+"""Default bound of the error for "auto": it allows int4, but no fewer bits."""
+UNBIASED = 3.0
+"""Multiple of that bound for unbiased codecs: their errors cancel over the steps, and EDEN with 2
+bits (error 0.5) trains as well as int4 (0.17), see docs/choosing.md."""
+AUTO_CANDIDATES = (
+    *("fp32", "bf16", "int8", "int4", "eden:bits=2,size=128", "eden:bits=1"),
+    *("sign", "topk:0.01", "powersgd:4"),
+)
 
 _STEPS = 3  # of a candidate in a round, whose median counts
 _AGAIN = 1000  # steps after which candidates are tried again; doubles while the choice stays
@@ -38,6 +55,21 @@ _CHANGE = 1.25  # of a watch's median, up or down, twice in a row: candidates ar
 _RAREST = 16  # largest multiple of _AGAIN
 
 
+def accurate_enough(policy: Policy, refusal: Callable[[Codec], str] = lambda _: "") -> list[Codec]:
+    """Return the codecs from which a policy with "auto" chooses.
+
+    Args:
+        policy: the policy, with its candidates and its bound of the error.
+        refusal: function that returns why the hook cannot use a codec; "": it can.
+    """
+    if policy.candidates:
+        return [parse_codec(spec) for spec in policy.candidates]
+    bound = policy.error or AUTO_ERROR
+    usual = [parse_codec(spec) for spec in AUTO_CANDIDATES]
+    found = [c for c in usual if reduced_error(c) <= bound * (UNBIASED if c.unbiased else 1)]
+    return [codec for codec in found if not refusal(codec)]
+
+
 class Auto:
     """State machine that chooses the current candidate from the seconds of each step.
 
@@ -45,11 +77,10 @@ class Auto:
     `judge` decides, from the times that all ranks have exchanged.
 
     Args:
-        candidates: text of each candidate, and the bytes of all payloads of a step with it, which
-            differ.
+        candidates: text of each candidate, and its size, which is larger for finer ones.
     """
 
-    def __init__(self, candidates: Mapping[str, int]) -> None:
+    def __init__(self, candidates: Mapping[str, float]) -> None:
         if not candidates:
             raise ValueError("auto: no candidate is accurate enough: give a larger error=")
         self.candidates = sorted(candidates, key=candidates.__getitem__)
@@ -58,7 +89,8 @@ class Auto:
         """Index of the current candidate."""
         self._chosen: int | None = None
         """Index of the chosen candidate; None before the first choice."""
-        self._trying = True
+        self.trying = True
+        """A trial is going on; else a choice holds."""
         self._again = _AGAIN
         """Steps from the choice to the next trial."""
         self._since = 0
@@ -88,10 +120,18 @@ class Auto:
         """Text of the current candidate."""
         return self.candidates[self._at]
 
-    @property
-    def settled(self) -> bool:
-        """Return whether a choice was made and no trial is going on."""
-        return not self._trying
+    def step(self, seconds: float, exchange: Exchange) -> bool:
+        """Record the time of the last step; return whether codec or reason change. Collective.
+
+        Args:
+            seconds: time of the step on this rank.
+            exchange: function that gathers the numbers of all ranks.
+        """
+        before = self.codec, self.reason
+        own = self.note(seconds)
+        if own is not None:
+            self.judge([row[0] for row in exchange([own])])
+        return before != (self.codec, self.reason)
 
     def note(self, seconds: float) -> float | None:
         """Record the time of a step on this rank.
@@ -100,7 +140,7 @@ class Auto:
             The median of a complete block of steps, to exchange and pass to `judge`, at the same
             step on all ranks; else None.
         """
-        if not self._trying:
+        if not self.trying:
             self._since += 1
             if len(self.candidates) == 1:
                 return None
@@ -122,7 +162,7 @@ class Auto:
         """
         seconds = max(medians)
         self._seconds = []
-        if not self._trying:
+        if not self.trying:
             return self._watched(seconds)
         self._blocks[self._at][self._round] = seconds
         if self._waiting:
@@ -141,7 +181,7 @@ class Auto:
     # ------------------------------------------------------------------ a trial
 
     def _begin(self) -> None:
-        self._trying = True
+        self.trying = True
         self.reason = TRYING
         self._round = 0
         self._alive = list(range(len(self.candidates)))
@@ -157,7 +197,7 @@ class Auto:
 
     @property
     def _needed(self) -> int:
-        if not self._trying:
+        if not self.trying:
             return _WATCH
         look = self._round == 0 or (self._round < _LOOKS and self._at in self._suspects)
         return _LOOK if look else _STEPS
@@ -194,7 +234,7 @@ class Auto:
         same = best == self._chosen
         self._again = min(2 * self._again, _RAREST * _AGAIN) if same else _AGAIN
         self._at = self._chosen = best
-        self._trying = self._changed = False
+        self.trying = self._changed = False
         self._since = 0
         self._usual = None
         times = {i: median(blocks.values()) for i, blocks in enumerate(self._blocks) if blocks}
@@ -224,7 +264,7 @@ class Auto:
         if state["chosen"] not in self.candidates:
             return
         self._at = self._chosen = self.candidates.index(state["chosen"])
-        self._trying = self._changed = False
+        self.trying = self._changed = False
         self._since = state["since"]
         self._again = state["again"]
         self._usual = None

@@ -2,7 +2,7 @@
 
 A hook owns a plan. It enters each parameter once, asks at the start of every step which codecs have
 changed, encodes by `decisions` until the next step, and shows the plan each bucket before and after
-it is reduced. Codecs change by the schedule, by measured times (`codec_selection`), and by the
+it is reduced. Codecs change by the schedule, by measured times (`auto`), and by the
 quality guard, which moves a parameter to a finer codec when its samples are bad.
 """
 
@@ -23,14 +23,12 @@ from pycomm.codecs import Codec, short_text
 from pycomm.codecs import codec as parse_codec
 from pycomm.log import logger, tell
 from pycomm.policy.agreement import agree, agree_on_options, grouped, summary
-from pycomm.policy.auto import TRYING
-from pycomm.policy.checks import Checks
-from pycomm.policy.codec_selection import Fastest
+from pycomm.policy.auto import TRYING, Auto, accurate_enough
+from pycomm.policy.checks import BucketProbe, Checks, Quality, ResidualOf
 from pycomm.policy.exchange import gather
 from pycomm.policy.names import few
-from pycomm.policy.quality import finer, nominal_error
+from pycomm.policy.quality import bits, finer, nominal_error
 from pycomm.policy.rules import AUTO, EXACT, Decision, Parameter, Policy
-from pycomm.policy.samples import BucketProbe, Quality, ResidualOf, SampledPiece
 
 
 class Plan:
@@ -95,7 +93,11 @@ class Plan:
         self._seconds: deque[float] = deque(maxlen=15)
         self._for_step = self.step + 1  # number of the step
         self._stage = policy.stage(self._for_step)
-        self._selection = Fastest(policy, self._refusal) if policy.codec == AUTO else None
+        self._auto: Auto | None = None
+        if policy.codec == AUTO:
+            found = {short_text(c): c for c in accurate_enough(policy, self._refusal)}
+            self._candidates = found  # by the texts that `auto` knows
+            self._auto = Auto({text: bits(codec) for text, codec in found.items()})
         self._checks = Checks(policy.guard, self.group, self._clock) if policy.guard else None
         self._escalated: dict[str, tuple[Codec, str]] = {}
         self._agreed: set[str] = set()
@@ -110,11 +112,8 @@ class Plan:
         self._agreed.discard(parameter.name)  # the old one of this name may have had another shape
         return decision
 
-    def complete(self) -> None:
-        """Declare that all parameters were entered; warn about rules that match no parameter.
-
-        The first rank logs the warnings.
-        """
+    def _warn_of_rules(self) -> None:
+        """Warn about rules that match no parameter, on the first rank."""
         if self.group.rank() > 0:
             return
         for rule in self.policy.rules:
@@ -130,7 +129,8 @@ class Plan:
     def agree(self, device: torch.device) -> None:
         """Check that all ranks have decided alike, and log the decisions once; collective.
 
-        Decisions that were checked before are not checked again. See `agreement.agree`.
+        The first call follows when all parameters were entered, and warns about rules that match
+        none. Decisions that were checked before are not checked again. See `agreement.agree`.
 
         Args:
             device: a device whose tensors the group moves.
@@ -139,6 +139,8 @@ class Plan:
             WireMismatch: decisions differ; raised on all ranks, with the ranks and the first
                 difference.
         """
+        if not self._agreed:
+            self._warn_of_rules()
         new = [decision for name, decision in self.decisions.items() if name not in self._agreed]
         if new and self.group.size() > 1:
             agree(new, self.group, device)
@@ -172,10 +174,8 @@ class Plan:
             return set()
         changes = self._judge(device, finite)
         warm, _ = self.policy.stage(self._for_step)
-        if self._selection and seconds is not None and not warm:
-            changes |= self._selection.step(
-                seconds, lambda numbers: gather(numbers, self.group, device), self._payload
-            )
+        if self._auto and seconds is not None and not warm:
+            changes |= self._auto.step(seconds, lambda ours: gather(ours, self.group, device))
         self._for_step = step
         stage = self.policy.stage(step)
         changes |= stage != self._stage
@@ -194,7 +194,7 @@ class Plan:
     def probe(
         self,
         values: torch.Tensor,
-        pieces: Sequence[SampledPiece],
+        pieces: Sequence[Any],
         residual_of: ResidualOf,
         **layout: Any,
     ) -> BucketProbe | None:
@@ -232,7 +232,6 @@ class Plan:
         for decision in list(self.decisions.values()):
             self.add(decision.parameter)
         self._since = dict.fromkeys(self.decisions, self.step + 1)
-        self.complete()
         self.agree(device)
 
     # ------------------------------------------------------------------ for users
@@ -251,7 +250,7 @@ class Plan:
         escalated = {n: (codec.spec(), reason) for n, (codec, reason) in self._escalated.items()}
         return {
             "escalated": escalated,
-            "measured": self._selection.state_dict() if self._selection else {},
+            "measured": self._auto.state_dict() if self._auto else {},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -259,8 +258,8 @@ class Plan:
         self._escalated = {
             name: (parse_codec(spec), reason) for name, (spec, reason) in state["escalated"].items()
         }
-        if self._selection and state["measured"]:
-            self._selection.load_state_dict(state["measured"])
+        if self._auto and state["measured"]:
+            self._auto.load_state_dict(state["measured"])
         self._stage = (False, -1)  # so that the next step decides anew
 
     def report(self) -> monitor.MonitorReport:
@@ -304,11 +303,11 @@ class Plan:
     # ------------------------------------------------------------------ decisions
 
     def _decide(self, parameter: Parameter) -> Decision:
-        if self._selection:
-            codec, reason = self._selection.codec()
+        if self._auto:
+            codec = self._candidates[self._auto.codec]
             decision = self.policy.decide(parameter, self._for_step, codec)
             if not decision.reason:
-                decision = Decision(parameter, codec, reason)
+                decision = Decision(parameter, codec, self._auto.reason)
         else:
             decision = self.policy.decide(parameter, self._for_step)
         if parameter.name in self._escalated:
@@ -360,11 +359,6 @@ class Plan:
             if self.group.rank() == 0:
                 tell(f"policy, step {self.step}: {line}")
         return changed
-
-    def _payload(self, codec: Codec) -> int:
-        """Return the bytes of a step's payloads if all parameters without a rule had this codec."""
-        parameters = (d.parameter for d in self.decisions.values())
-        return sum(self.policy.decide(p, self._for_step, codec).encoded_bytes for p in parameters)
 
 
 def _bytes(decisions: Iterable[Decision]) -> tuple[int, int]:

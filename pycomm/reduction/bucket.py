@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -36,21 +36,6 @@ class BucketPiece:
     residual: Residual | None
 
 
-@dataclass
-class Agreed:
-    """What the ranks have found out together about the bucket of some parameters.
-
-    It outlives a `Bucket`: each rank makes that anew where its own residuals are paid, which a rank
-    that has thrown a gradient away, or has joined later, does in another step or never. So only
-    what is here decides about a collective.
-    """
-
-    compared: bool = False
-    """The members have compared its parameters."""
-    paths: dict[tuple[str, bool], Any] = field(default_factory=dict)
-    """By operation, and whether senders are averaged: the `ChosenPath` that was made."""
-
-
 class Bucket:
     """The pieces of a bucket, in order.
 
@@ -65,7 +50,10 @@ class Bucket:
         levels: node of each rank, if the all-reduce is hierarchical (``Backend.levels``): then a
             rank codes a part of its node's sum, and the owners of values change.
         shares: where each rank's share of the values begins, if shares differ (``Backend.shares``).
-        agreed: what the ranks know about this bucket; None: nothing.
+        paths: by operation, and whether senders are averaged: the `ChosenPath` on which the ranks
+            have agreed. It outlives this object, which each rank makes anew where its own residuals
+            are paid: one that has thrown a gradient away, or has joined later, does so in another
+            step or never. So only what is there decides about a collective.
         held: function that returns, for each piece, which of its values need memory for their
             residuals; None: all of them.
     """
@@ -80,10 +68,10 @@ class Bucket:
         rows: int = 1,
         levels: Sequence[int] = (),
         shares: Sequence[int] = (),
-        agreed: Agreed | None = None,
+        paths: dict[tuple[str, bool], Any] | None = None,
         held: Callable[[Sequence[BucketPiece]], Sequence[Spans]] | None = None,
     ) -> None:
-        self.agreed = agreed or Agreed()
+        self.paths = {} if paths is None else paths
         self.pieces: list[BucketPiece] = []
         self.rows, self.levels = rows, tuple(levels)
         self.numel = 0

@@ -115,10 +115,11 @@ class Factors:
         self.moved = False
         """The last look has led to other factors, for which `begin` has to be called."""
         self._matrices: dict[str, Matrix] = {}  # of those that have factors, or had
+        self.sums: dict[str, torch.Tensor] | None = None
+        """In a step that looks, the squares so far: float32 [rows + columns]; None: it does not."""
         self._told: set[str] = set()
         self._decided: Exponents = {}  # also of parameters whose codec needs none at present
         self._means: dict[str, torch.Tensor] = {}  # of squares: float64 [rows + columns]
-        self._sums: dict[str, torch.Tensor] = {}  # in the current look: float32, the same
         self._erring: set[str] = set()  # whose codec in the last look `errs_alike`
         self._scales: dict[tuple[str, torch.device, int], list[torch.Tensor]] = {}
 
@@ -193,7 +194,8 @@ class Factors:
 
     def forget(self, name: str) -> None:
         """Forget a parameter, whose shape has changed; it has no residual."""
-        for known in (self.current, self._matrices, self._decided, self._means, self._sums):
+        of_look = {} if self.sums is None else self.sums
+        for known in (self.current, self._matrices, self._decided, self._means, of_look):
             known.pop(name, None)
         self._scales.clear()
 
@@ -203,10 +205,6 @@ class Factors:
         for name in names:
             self.forget(name)
 
-    def start_look(self) -> None:
-        """Begin a look; an error may have ended the last one."""
-        self._sums.clear()
-
     def look(self, values: torch.Tensor, bucket: Bucket, matrix: MatrixOf) -> None:
         """Sum the squares of a bucket's gradients, before anything is done to them.
 
@@ -215,7 +213,7 @@ class Factors:
             bucket: its layout.
             matrix: the parameters' matrices.
         """
-        if values.dtype == torch.float16:  # which has no room for factors
+        if values.dtype == torch.float16 or self.sums is None:  # float16 has no room for factors
             return
         for piece in bucket.pieces:
             found = matrix(piece.name)
@@ -228,8 +226,8 @@ class Factors:
             rows += ours[: len(rows)].square()
             columns = torch.linalg.vector_norm(part, dim=(0, 1), dtype=torch.float32)
             sums[found.rows :] += columns.square()
-            known = self._sums.get(piece.name)
-            self._sums[piece.name] = sums if known is None else known + sums
+            known = self.sums.get(piece.name)
+            self.sums[piece.name] = sums if known is None else known + sums
 
     def end(
         self,
@@ -244,7 +242,7 @@ class Factors:
             groups: the ranks; of a mesh the groups along its dimensions.
             device: a device whose tensors the groups move.
         """
-        sums, self._sums = self._sums, {}
+        sums, self.sums = self.sums or {}, None
         self._erring = {name for name, matrix in matrices.items() if matrix.forgets}
         if not matrices:
             return

@@ -217,7 +217,7 @@ def chosen(
         op: "all_reduce" or "reduce_scatter".
         bucket, group, tensor, senders: as for `choose`; all ranks call it together.
     """
-    choice: ChosenPath | None = bucket.agreed.paths.get((op, senders))
+    choice: ChosenPath | None = bucket.paths.get((op, senders))
     if choice is None:
         choice = choose(bucket, group, tensor, senders=senders)
         if not tensor.is_cpu and backend.find(group, tensor.device):
@@ -226,7 +226,7 @@ def chosen(
             if last != ours:
                 why = f"{choice.path.name}: a residual of another rank rules it out"
                 choice = ChosenPath(PATHS[last], why)
-        bucket.agreed.paths[op, senders] = choice
+        bucket.paths[op, senders] = choice
         report(bucket, op, choice, group)
     return choice
 
@@ -247,7 +247,7 @@ def summary(buckets: Iterable[Bucket]) -> str:
     """Return the paths of buckets, a line for each path and reason."""
     found: dict[tuple[str, str], list[int]] = {}
     for bucket in buckets:
-        for (op, _), choice in bucket.agreed.paths.items():
+        for (op, _), choice in bucket.paths.items():
             found.setdefault((op, str(choice)), []).append(bucket.numel)
     return "\n".join(
         f"path of {op}, {len(sizes)} bucket{'s' * (len(sizes) > 1)} of {sum(sizes)} values: {text}"

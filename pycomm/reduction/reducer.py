@@ -33,15 +33,14 @@ from pycomm.policy import (
 from pycomm.policy.names import few
 from pycomm.reduction import coding, members, paths, powersgd, two_shot
 from pycomm.reduction.adapter import Adapter
-from pycomm.reduction.bucket import Agreed, Bucket, BucketPiece
-from pycomm.reduction.exchange_thread import ExchangeThread
+from pycomm.reduction.bucket import Bucket, BucketPiece
 from pycomm.reduction.factors import Factors, Matrix, errs_alike, is_divided, is_look
 from pycomm.reduction.nodes import Nodes, find_levels
+from pycomm.reduction.own_group import ExchangeThread
 from pycomm.reduction.refusals import MOMENTA, refused_codec
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.single_coding import SingleCoding
 from pycomm.reduction.step import Step, StepStatus
-from pycomm.reduction.transform import Transform
 from pycomm.reduction.weights import weigh
 
 
@@ -59,7 +58,7 @@ class BucketReducer:
         feedback: bool | str | Feedback | None,
         seed: int,
         adapter: Adapter,
-        transform: Transform | None,
+        transform: Any,
     ) -> None:
         process_group = process_group or dist.group.WORLD
         if process_group is None:
@@ -80,9 +79,10 @@ class BucketReducer:
         """The current step."""
         self.layout = adapter.layout
         self.transform = transform
-        """What takes the place of the gradients before they are coded; None: nothing does. It is a
-        momentum: its coarse payloads are gathered, or answered without a residual (see
-        `pycomm.reduction.single_coding`), and its matrices have no factors."""
+        """What takes the place of the gradients before they are coded: the `Momenta` of an
+        optimizer, which says what its methods do; None: nothing does. Its coarse payloads are
+        gathered, or answered without a residual (see `pycomm.reduction.single_coding`), and its
+        matrices have no factors."""
         self.averages_senders = False
         """A value of a sparse payload is averaged over the ranks that have sent it."""
         self.weights: list[float] | None = None
@@ -92,7 +92,8 @@ class BucketReducer:
         self.numbers: dict[str, int] = {}
         self.device = self.layout.device or torch.device("cpu")
         self.buckets: dict[tuple[str, ...], Bucket] = {}
-        self.agreed: dict[tuple[str, ...], Agreed] = {}  # about buckets; equal on all ranks
+        self.agreed: dict[tuple[str, ...], dict[tuple[str, bool], paths.ChosenPath]] = {}
+        """The paths of buckets that the members have compared; equal on all ranks."""
         self.factors = Factors()
         self.exchanges = powersgd.Exchanges(process_group)
         self.side: SideStream | None = None  # of the device, where hooks exchange payloads
@@ -260,7 +261,7 @@ class BucketReducer:
         self, tensor: torch.Tensor, bucket: Bucket
     ) -> torch.futures.Future[torch.Tensor]:
         """Reduce a bucket with PowerSGD pieces, which completes at the end of the step."""
-        bucket.agreed.paths.setdefault(("all_reduce", False), paths.ChosenPath(paths.FACTORS))
+        bucket.paths.setdefault(("all_reduce", False), paths.ChosenPath(paths.FACTORS))
         taken = [piece for piece in bucket.pieces if powersgd.takes(piece)]
         others = [piece for piece in bucket.pieces if not powersgd.takes(piece)]
         self._use(taken, bucket, tensor)
@@ -278,18 +279,18 @@ class BucketReducer:
             for place, part in zip(places, parts, strict=True):
                 place.copy_(part)
 
-        exchange = self.exchanges.start(tensor, taken, put_back, seed=self.seed)
-        self.step.checks.append(lambda: exchange.finite)
+        future, is_finite = self.exchanges.start(tensor, taken, put_back, seed=self.seed)
+        self.step.checks.append(is_finite)
         if probe is None:
-            return exchange.future
-        return exchange.future.then(lambda done: probe.finish(done.value()))
+            return future
+        return future.then(lambda done: probe.finish(done.value()))
 
     def _reduce_coded(
         self, tensor: torch.Tensor, bucket: Bucket
     ) -> torch.futures.Future[torch.Tensor]:
         # A step calls this for every bucket: what is rare is a flag, so that it costs no call.
         step = self.step
-        if step.looks:
+        if self.factors.sums is not None:
             self.factors.look(tensor, bucket, self.matrix)
         divided = bool(self.factors.current) and self._divide(tensor, bucket)
         for residual in bucket.residuals:
@@ -308,9 +309,9 @@ class BucketReducer:
             # A rank of weight 0 may still send a part of its residual, which was weighted earlier.
             weights = self.weights or [1.0] * self.process_group.size()
             senders = [weight or 1.0 for weight in weights]
-        choice = bucket.agreed.paths.get(("all_reduce", senders is not None))
+        choice = bucket.paths.get(("all_reduce", senders is not None))
         if self.transform is not None and (single := self.coding_of(bucket)) is not None:
-            choice = bucket.agreed.paths["all_reduce", False] = single.path(bucket, tensor)
+            choice = bucket.paths["all_reduce", False] = single.path(bucket, tensor)
         elif choice is None:
             choice = paths.chosen(
                 bucket, self.process_group, "all_reduce", tensor, senders=senders is not None
@@ -357,7 +358,7 @@ class BucketReducer:
             stream.wait_stream(torch._C._accelerator_getStream(tensor.device.index))
             stream.__enter__()
             if choice.path.decides:
-                if side.ahead and not bucket.with_residual.keys() <= side.names:
+                if side.ahead is not None and not bucket.with_residual.keys() <= side.ahead:
                     self.settle_deferred()  # the flag is not about the sides of the others
                 side.open = True
                 options |= side.flags
@@ -413,12 +414,12 @@ class BucketReducer:
     def settle_deferred(self) -> None:
         """Let the host know of the steps about which the device has decided; see `SideStream`."""
         side, before = self.side, self.plan.overflows
-        if side is None or not side.ahead:
+        if side is None or side.ahead is None:
             return
         swapped = side.settle()
         self.plan.overflows += side.hear()
-        if self.residuals and swapped:
-            self.residuals.swap(side.names)
+        if self.residuals:
+            self.residuals.swap(swapped)
         if self.plan.overflows > before:
             self.check_operations()
 
@@ -446,7 +447,7 @@ class BucketReducer:
         """
         bucket = self.bucket_of(tuple(names), input.device)
         step = self.step
-        if step.looks:
+        if self.factors.sums is not None:
             self.factors.look(input, bucket, self.matrix)
         divided = bool(self.factors.current) and self._divide(input, bucket)
         self._use(bucket.pieces, bucket, input)
@@ -519,11 +520,11 @@ class BucketReducer:
         bucket = self.buckets.get(names)
         if bucket is None:
             self.settle_deferred()  # residuals may change their form
-            agreed = self.agreed.setdefault(names, Agreed())
             self.agree()
-            if self.formed_with and self.process_group.size() > 1 and not agreed.compared:
-                members.compare_bucket(names, self.process_group, self.device)
-                agreed.compared = True
+            if names not in self.agreed:
+                if self.formed_with and self.process_group.size() > 1:
+                    members.compare_bucket(names, self.process_group, self.device)
+                self.agreed[names] = {}
             decisions = [self.layout.part(self.plan.decisions[name]) for name in names]
             if self.process_group.size() == 1:  # sends residuals of a checkpoint of more ranks
                 decisions = [replace(decision, codec=EXACT) for decision in decisions]
@@ -540,7 +541,7 @@ class BucketReducer:
                 rows=self.layout.rows,
                 levels=owned.levels if owned else nodes.levels if nodes else (),
                 shares=owned.shares if owned else (),
-                agreed=agreed,
+                paths=self.agreed[names],
                 held=partial(self.held, nodes=nodes) if device.type != "cpu" else None,
             )
             self.buckets[names] = bucket
@@ -624,18 +625,16 @@ class BucketReducer:
                     f"step {step.number}: rows or columns differ, and are divided by "
                     f"{factors.span(new)} before they are coded: {few(sorted(new))}"
                 )
-        step.looks = (self.transform is None and self.process_group.size() > 1) and (
+        looks = (self.transform is None and self.process_group.size() > 1) and (
             is_look(step.number) or (anew and not factors.knows(self._matrices()))
         )
-        if step.looks:
-            factors.start_look()
+        factors.sums = {} if looks else None  # an error may have ended the last look
 
     def end_look(self) -> None:
         """End a look at rows and columns, after the buckets of a step; collective."""
-        if self.step.looks:
+        if self.factors.sums is not None:
             groups = self.layout.groups(self.process_group)
             self.factors.end(self._matrices(), groups, self.device)
-            self.step.looks = False
 
     def _matrices(self) -> dict[str, Matrix]:
         """Return all parameters that may get factors now."""

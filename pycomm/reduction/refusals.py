@@ -8,7 +8,7 @@ from pycomm.codecs import Codec, short_text
 
 DDP, FSDP, HSDP = "DistributedDataParallel", "fully_shard", "HSDP"
 DEEPSPEED, MEGATRON = "DeepSpeed", "Megatron-Core"
-LOCAL_SGD, TORCHFT, ALL = "LocalSGD", "torchft", "all"
+LOCAL_SGD, ALL = "LocalSGD", "all"
 MOMENTA = "CodedAdamW, CodedSGD"
 MEMBERS, UNBIASED = "members that change in place", "unbiased codecs"
 

@@ -43,10 +43,8 @@ class SideStream:
         """Arguments of `two_shot.all_reduce`."""
         self.open = False
         """The current step has written `found_inf`."""
-        self.ahead = False
-        """Steps have been deferred since `settle`."""
-        self.names: set[str] = set()
-        """The parameters of the steps that were deferred last."""
+        self.ahead: set[str] | None = None
+        """The parameters of the steps that were deferred since `settle`; None: there are none."""
         # Of which the host has not heard: its copy of `found_inf`, and when that is there.
         self._deferred: deque[tuple[torch.Tensor, torch.Event]] = deque()
 
@@ -66,7 +64,7 @@ class SideStream:
 
     def defer(self, names: set[str]) -> None:
         """End the current step, of these parameters, and let the device decide about it."""
-        self.open, self.ahead, self.names = False, True, names
+        self.open, self.ahead = False, names
         copy = torch.empty(1, dtype=torch.float32, device="cpu", pin_memory=True)
         with self.stream:
             copy.copy_(self.found_inf, non_blocking=True)
@@ -89,11 +87,12 @@ class SideStream:
             overflows += float(copy) != 0
         return overflows
 
-    def settle(self) -> bool:
-        """Wait for all deferred steps; return whether sides were swapped, and no longer are."""
-        self.ahead = False
-        swapped = self.read(self.swapped)
-        if swapped:
-            with self.stream:
-                self.swapped.zero_()
-        return swapped
+    def settle(self) -> set[str]:
+        """Wait for all deferred steps; return the parameters whose sides were swapped, and no
+        longer are."""
+        names, self.ahead = self.ahead or set(), None
+        if not self.read(self.swapped):
+            return set()
+        with self.stream:
+            self.swapped.zero_()
+        return names

@@ -26,7 +26,6 @@ from pycomm.codecs import codec as parse_codec
 from pycomm.feedback.rule import EXACT
 from pycomm.policy.quality import nominal_error
 from pycomm.reduction import paths, two_shot
-from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import GRAIN, ExchangePlan, chunks, total_bytes, whole
 
@@ -123,7 +122,9 @@ class SingleCoding:
             if not self.gathers:
                 plan = self._plan_of_answers
                 ways.append(two_shot.find("answers", plan, self._answers, self._group, values))
-            by_kernels = not values.is_cpu and all(isinstance(way, Batched) for way in ways)
+            by_kernels = not values.is_cpu and all(
+                isinstance(way, two_shot.Batched) for way in ways
+            )
             self._path = paths.ChosenPath(paths.SINGLE_KERNELS if by_kernels else paths.SINGLE)
         return self._path
 

@@ -24,14 +24,12 @@ from pycomm.policy.exchange import gather
 from pycomm.policy.names import matching, renamed
 from pycomm.reduction import members, paths
 from pycomm.reduction.adapter import Adapter
-from pycomm.reduction.detached import DetachedState
 from pycomm.reduction.factors import names_in
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.refusals import ALL, FSDP, HSDP, refused, stays_because
 from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
 from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
-from pycomm.reduction.transform import Transform
 
 STATE_VERSION = 2
 
@@ -66,7 +64,7 @@ class CompressionState:
         process_group: dist.ProcessGroup | None = None,
         feedback: bool | str | Feedback | None = True,
         seed: int = 0,
-        transform: Transform | None = None,
+        transform: Any = None,
         adapter: Adapter | None = None,
     ) -> None:
         self.adapter = adapter or Adapter()
@@ -179,10 +177,10 @@ class CompressionState:
             self.reducer.forget_buckets()  # whose codecs may have changed even if ranks disagree
 
     def _check_idle(self) -> None:
-        if self.reducer.step.busy:
+        if first := self.reducer.step.busy_until:
             raise Error(
                 f"rank {self.process_group.rank()}: gradients are on the way, which use the "
-                "residuals: call optimizer.step() or optimizer.synchronize() first"
+                f"residuals: call {first} first"
             )
 
     def residual_norms(self) -> dict[str, tuple[float, float]]:
@@ -218,7 +216,7 @@ class CompressionState:
             "factors": self.reducer.factors.state_dict(),
         }
         about |= self.adapter.saved()
-        return {"about": (about,), "factors": (self.reducer.exchanges.memory.state_dict(),)}
+        return {"about": (about,), "factors": (self.reducer.exchanges.state_dict(),)}
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`, on the same or another number of ranks.
@@ -266,7 +264,7 @@ class CompressionState:
         names = matching(known, self.reducer.numbers)
         plan["escalated"] = renamed(plan["escalated"], names)
         self.plan.load_state_dict(plan)
-        self.reducer.exchanges.memory.load_state_dict(renamed(factors, names))
+        self.reducer.exchanges.load_state_dict(renamed(factors, names))
         self.reducer.factors.load_state_dict(units, names, self.reducer.shape, self.residuals)
 
     def _own_residuals(self, saved: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
@@ -334,7 +332,7 @@ class CompressionState:
         typed("previous", previous, CompressionState, None)
         self._check_idle()
         if previous is not None:
-            previous.reducer.step.busy = False  # a step that its group has not ended
+            previous.reducer.step.busy_until = ""  # a step that its group has not ended
         if self.adapter.layout.cuts(self.decisions):
             raise ValueError(refused(FSDP, "survivors that adopt a state"))
         self._meet(previous)
@@ -487,7 +485,8 @@ class CompressionState:
         reducer.exchanges.forget()
         self.follow_members()
         number = (before.number + 1) % 2**32
-        changed = self.plan.advance(number, reducer.device, finite=before.finite)
+        finite = before.status is not StepStatus.OVERFLOWED
+        changed = self.plan.advance(number, reducer.device, finite=finite)
         reducer.forget_buckets(changed)
         reducer.step = Step(number, absent=absent, parameters=len(self.decisions))
         anew = bool(changed) or not reducer.buckets or before.parameters != len(self.decisions)
@@ -562,7 +561,7 @@ class CompressionState:
             self.residuals.take_back(names - kept)
             self.residuals.commit(kept, step.number)
             self._drop_flushed(kept)
-        reducer.exchanges.memory.commit(came)
+        reducer.exchanges.commit(came)
         if waiting:
             step.pieces = {name: step.pieces[name] for name in waiting}
             step.checks = [lambda: True]
@@ -585,7 +584,7 @@ class CompressionState:
             and step.status is StepStatus.REDUCED
             and not (step.checks or step.flushed or step.discarded or step.unused)
             and not (self.plan.judges or side.is_full)
-            and (not side.ahead or side.names == step.pieces.keys())
+            and side.ahead in (None, step.pieces.keys())
             and not any(
                 p.residual is not None and p.residual.has_moved for p in step.pieces.values()
             )
@@ -595,9 +594,10 @@ class CompressionState:
         """Commit the last step as if it were finite, and let the device keep account."""
         side, step = self.reducer.side, self.reducer.step
         assert side is not None
-        side.defer(set(step.pieces))
+        names = set(step.pieces)
+        side.defer(names)
         if self.residuals:
-            self.residuals.commit(side.names, step.number)
+            self.residuals.commit(names, step.number)
         step.end(finite=True, committed=True)
         self.plan.overflows += side.hear()
         self.reducer.check_operations()
@@ -617,3 +617,36 @@ class CompressionState:
         for name in sent:
             residuals.drop(name)
         self.reducer.forget_buckets(sent, alone=True)
+
+
+class DetachedState:
+    """A copied or pickled state, which has no process group.
+
+    Process groups cannot be copied or pickled, and DDP registers no hook with the reducer of a
+    copy. So a copy's gradients travel exactly until `pycomm.compress` is called on it.
+
+    Args:
+        text: the policy's text.
+        saved: the state's ``state_dict()``; None: a copy within the process, which has no
+            residuals.
+    """
+
+    def __init__(self, text: str, saved: dict[str, Any] | None = None) -> None:
+        self.text = text
+        self._saved = saved
+
+    def __repr__(self) -> str:
+        return f"DetachedState({self.text})"
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the pickled state's `state_dict`, for `load_state_dict` of another state.
+
+        Raises:
+            Error: this is a copy, which has no residuals.
+        """
+        if self._saved is None:
+            raise Error(
+                "a copy of a model has no residuals: take the state_dict() of the state that "
+                "pycomm.compress has returned"
+            )
+        return self._saved

@@ -2,8 +2,8 @@
 
 The order of events is that of `StepStatus`. A step is open from `begin_step` on; `end_step` makes
 it reduced. `settle`, at the latest when the next step begins, commits it if all of its results are
-finite; else, and if its gradients were discarded or an exception has ended it before `end_step`, it
-is rolled back.
+finite; else it has overflowed. If its gradients were discarded, or an exception has ended it before
+`end_step`, it is rolled back.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class StepStatus(Enum):
     """The residuals that it has written are the current ones."""
     ROLLED_BACK = "rolled back"
     """Residuals are as they were before it."""
+    OVERFLOWED = "overflowed"
+    """The same, since a result was not finite."""
 
 
 class Step:
@@ -48,16 +50,13 @@ class Step:
     ) -> None:
         self.number, self.status = number, status
         self.absent, self.parameters = absent, parameters
-        self.finite = True
-        """Its results are finite; known when it is settled."""
-        self.busy = False
-        """Buckets are on the way that backward does not wait for: they use the residuals."""
+        self.busy_until = ""
+        """What a user calls before the residuals can be read: buckets are on the way that backward
+        does not wait for; "": none are."""
         self.backward: int | None = None
         """Number of the backward to which it belongs, where a trainer has to know it."""
         self.entered: set[Any] = set()
         """What has begun to be reduced in it, likewise."""
-        self.looks = False
-        """It sums the squares of rows and columns; see `pycomm.reduction.factors`."""
         self.waits: list[Callable[[], object]] = []
         """Wait for collectives that nobody needs before the step is reduced."""
         self.checks: list[Callable[[], bool]] = []
@@ -77,7 +76,7 @@ class Step:
 
     def end(self, *, finite: bool, committed: bool) -> None:
         """End the step: the residuals of all of its parameters are decided."""
-        self.finite = finite
-        self.status = StepStatus.COMMITTED if committed else StepStatus.ROLLED_BACK
+        undone = StepStatus.ROLLED_BACK if finite else StepStatus.OVERFLOWED
+        self.status = StepStatus.COMMITTED if committed else undone
         for left in (self.checks, self.pieces, self.flushed, self.discarded):
             left.clear()

@@ -74,12 +74,12 @@ class DiscardedGradients:
         self._tracked: set[str] = set()  # parameters that have been moved before
         # Whether a backward has found a gradient that is not zero, of those that one has reached
         # since the last step; a tensor is read later, so that backward does not wait for a device.
-        self._found: dict[str, bool | torch.Tensor] = {}
-        self._reducing = False
+        # None: a step has begun, and its backward finds its own.
+        self._found: dict[str, bool | torch.Tensor] | None = {}
         self._elsewhere = False  # other ranks have taken the last step's gradients
         self._handles: list[Any] = []
         self._calm = self._idle = 0
-        _watching.add(self)
+        watching.add(self)
 
     def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Record that an optimizer has stepped, this model's or another's."""
@@ -114,8 +114,7 @@ class DiscardedGradients:
             self._arm()
         else:
             self.release()
-        self._found.clear()
-        self._reducing = True
+        self._found = None
         return thrown
 
     def end(self, names: Collection[str], *, elsewhere: bool = False) -> None:
@@ -129,7 +128,7 @@ class DiscardedGradients:
         self._versions = {name: self._parameters[name]._version for name in names}
         self._stepped.clear()
         self._moved = set()
-        self._reducing = False
+        self._found = {}
 
     def replaced(self, name: str) -> None:
         """Record that a parameter's tensor was replaced since the last step."""
@@ -137,7 +136,7 @@ class DiscardedGradients:
 
     def look(self, name: str) -> None:
         """Record the state of a parameter's gradient before a backward adds to it."""
-        if self._reducing or name in self._found:  # this step has begun, or reached before
+        if self._found is None or name in self._found:  # a step has begun, or reached before
             return
         looks = name in self._versions and self.waiting([name])
         self._found[name] = self._held(name) if looks else True
@@ -172,7 +171,7 @@ class DiscardedGradients:
             return waiting if zeros else gone
         late: dict[str, torch.Tensor] = {}
         for name in there:
-            held = self._found.get(name)
+            held = (self._found or {}).get(name)
             if held is None and self._handles:  # else it may be that of this backward by now
                 held = self._held(name)
             if isinstance(held, torch.Tensor):
@@ -209,12 +208,13 @@ def _holds(gradient: torch.Tensor) -> bool:
     return bool(gradient.any())
 
 
-_watching: weakref.WeakSet[DiscardedGradients] = weakref.WeakSet()
+watching: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Objects whose `stepped` is called with each optimizer that has taken a step."""
 
 
 def _tell_all(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for taken in list(_watching):
-        taken.stepped(optimizer)
+    for each in list(watching):
+        each.stepped(optimizer)
 
 
 register_optimizer_step_post_hook(_tell_all)

@@ -12,20 +12,6 @@ from collections.abc import Sequence
 
 import torch
 
-from pycomm.arguments import number
-
-
-def checked(weight: float) -> float:
-    """Return a weight as a float.
-
-    Raises:
-        ValueError: it is negative, infinite or NaN.
-    """
-    weight = float(number("weight", weight))
-    if weight < 0:
-        raise ValueError(f"weight={weight}: use a number of samples or tokens, which is 0 or more")
-    return weight
-
 
 def factors(weights: Sequence[float]) -> list[float]:
     """Return ``w_i * ranks / sum(w)`` of each rank; all zero if no rank has any weight."""

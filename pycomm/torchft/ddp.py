@@ -21,7 +21,6 @@ from pycomm.policy import Policy
 from pycomm.policy.names import clean
 from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.reducer import completed
-from pycomm.reduction.refusals import TORCHFT
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.step import StepStatus
 from pycomm.reduction.weights import factors
@@ -69,7 +68,6 @@ class ManagedHooks:
     def make_state(self, codec: str | Codec | Policy, **options: Any) -> CompressionState:
         """Return the state of the replicas; arguments as for `CompressionState`."""
         adapter = Adapter(
-            TORCHFT,
             reduce_bucket=self.reduce_bucket,
             is_new=lambda: self._heals or self._loaded,
         )
@@ -207,5 +205,4 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         for name, parameter in module.named_parameters():
             if id(parameter) in ids:
                 self.state.add(clean(name), parameter)
-        self.state.plan.complete()
         self.register_comm_hook(self.state, compress_hook)

@@ -13,8 +13,7 @@ import pytest
 from pycomm import monitor
 from pycomm.policy import Policy
 from pycomm.policy import auto as constants
-from pycomm.policy.auto import Auto, likely
-from pycomm.policy.codec_selection import Fastest
+from pycomm.policy.auto import Auto, accurate_enough, likely
 
 MB = 1 << 20
 BYTES = {"fp32": 100 * MB, "int8": 26 * MB, "bf16": 50 * MB, "int4": 13 * MB}
@@ -54,7 +53,7 @@ def run(auto: Auto, clock: Clock, steps: int) -> list[str]:
 def test_a_slow_link_gets_the_smallest_codec():
     auto = Auto(BYTES)
     used = run(auto, Clock(12.5 * MB), 200)
-    assert auto.settled
+    assert not auto.trying
     assert auto.codec == "int4"
     assert 0 < used.count("fp32") <= 10
     assert "fp32 " in auto.reason
@@ -98,7 +97,7 @@ def choices(seconds: dict[str, float], noise: float, often: float) -> tuple[Coun
     most = 0
     for seed in range(100):
         auto, load, exact = Auto(BYTES), Load(seed, noise, often), 0
-        while not auto.settled:
+        while auto.trying:
             exact += auto.codec == "fp32"
             take(auto, load(seconds[auto.codec]))
         chosen[auto.codec] += 1
@@ -139,7 +138,7 @@ def test_slower_steps_meet_all_candidates():
     ):
         auto = Auto({"fp32": 100, "int4": 13})
         for step in range(200):
-            if auto.settled:
+            if not auto.trying:
                 break
             take(auto, seconds[auto.codec] * 1.01**step)
         assert auto.codec == best
@@ -163,7 +162,7 @@ def test_a_choice_stays_among_equals(monkeypatch):
     chosen = set()
     for _ in range(40):
         run(auto, clock, 50)
-        if auto.settled:
+        if not auto.trying:
             chosen.add(auto.codec)
     assert chosen == {"int8"}
 
@@ -179,7 +178,7 @@ def test_a_choice_stays_among_equals(monkeypatch):
 )
 def test_the_slowest_rank_counts(others, best):
     auto = Auto({"fp32": 100, "int8": 26})
-    while not auto.settled:
+    while auto.trying:
         take(auto, 1.0 if auto.codec == "fp32" else 0.5, *others[auto.codec])
     assert auto.codec == best
 
@@ -232,16 +231,16 @@ def test_a_saved_choice_goes_on():
     run(auto, Clock(12.5 * MB), 200)
     other = Auto(BYTES)
     other.load_state_dict(auto.state_dict())
-    assert other.settled
+    assert not other.trying
     assert other.codec == auto.codec
     assert "checkpoint" in other.reason
     fresh = Auto({"fp32": 100})
     fresh.load_state_dict(auto.state_dict())  # int4 is no candidate there
-    assert not fresh.settled
+    assert fresh.trying
 
 
 def names(text: str) -> set[str]:
-    return {codec.spec().partition(",block")[0] for codec in Fastest(Policy.of(text)).codecs}
+    return {codec.spec().partition(",block")[0] for codec in accurate_enough(Policy.of(text))}
 
 
 def test_candidates_are_accurate_enough():

@@ -18,9 +18,8 @@ from pycomm.codecs import ALIASES, codec
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec
 from pycomm.policy import Decision, Guard, Parameter
-from pycomm.policy.checks import Checks
+from pycomm.policy.checks import Checks, Quality, qualities
 from pycomm.policy.quality import nominal_error, reduced_error
-from pycomm.policy.samples import Quality, qualities
 from tests.codecs.cases import SPECS
 from tests.extent import FULL
 

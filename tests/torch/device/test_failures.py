@@ -27,7 +27,6 @@ from pycomm.errors import Error, PeerLost
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy.exchange import gather
 from pycomm.reduction import payloads, two_shot
-from pycomm.reduction.bucket import Agreed
 from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.paths import chosen
 from tests.torch.device import fake_device
@@ -454,11 +453,11 @@ CODED: dict[str, tuple[int, ...]] = {"all_reduce": (1,), "reduce_scatter": (1, 2
 @on_fakes("peers")
 def test_a_compressed_operation_among_peers_that_fails_leaves_no_result(rank, ranks):
     made = {op: dist.new_group(backend=GROUP, timeout=timedelta(seconds=20)) for op in CODED}
-    agreed = {op: Agreed() for op in CODED}  # the first call asks the ranks for the path
+    agreed: dict[str, dict[Any, Any]] = {op: {} for op in CODED}  # by the first call
 
     def call(op: str, step: int) -> tuple[Any, torch.Tensor]:
         tensors = [ours(n * 5000) for n in CODED[op]]
-        how = {"rows": CODED[op][-1], "agreed": agreed[op]}
+        how = {"rows": CODED[op][-1], "paths": agreed[op]}
         bucket = bucket_of("int8", [5000], Residuals(Feedback(), 2), FAKE, **how)
         native: Any = chosen(bucket, made[op], op, tensors[0]).native
         run = getattr(native, f"compressed_{op}")

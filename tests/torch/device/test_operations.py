@@ -26,9 +26,9 @@ from pycomm.errors import Error, Timeout, WireMismatch
 from pycomm.feedback import Feedback, Residual, Residuals
 from pycomm.feedback.rule import LARGE
 from pycomm.reduction import paths, two_shot
-from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import BucketPiece
 from pycomm.reduction.paths import chosen
+from pycomm.reduction.two_shot import Batched
 from tests.torch.device import fake_device
 from tests.torch.device.fake_device import GROUP, on_fakes, run, same_as_cpu
 from tests.torch.device.fake_device import NAME as FAKE
@@ -330,7 +330,7 @@ def check_bits(
             else:
                 assert paths.chosen(bucket, dist.group.WORLD, op, out).native is native
                 path = paths.CORE if device == "cpu" else paths.PEERS
-                assert bucket.agreed.paths[op, False].path is path
+                assert bucket.paths[op, False].path is path
                 call = getattr(native, f"compressed_{op}")
                 work = call(*tensors, bucket.native, bucket.sides, seed=5, step=step)
                 work.wait()

@@ -197,7 +197,7 @@ def check_steps_before_the_host_knows(rank: int, ranks: int, device: str, rule: 
         if step == 10:
             state.discard()
         if state.reducer.side is not None:
-            ahead += state.reducer.side.ahead
+            ahead += state.reducer.side.ahead is not None
             with state.reducer.side.stream:
                 torch.ops.fakegpu.busy(40)
     state.settle()
@@ -360,7 +360,7 @@ def check_training(
         if step == LOADED:
             optimizer.load_state_dict(optimizer.state_dict())
             state.load_state_dict(state.state_dict())
-        ahead += state.reducer.side is not None and state.reducer.side.ahead
+        ahead += state.reducer.side is not None and state.reducer.side.ahead is not None
         found.append(on_host({name: p.detach() for name, p in model.named_parameters()}))
     state.settle()
     found.append((state.overflows, state.residual_norms()))

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.feedback import Residuals
-from pycomm.hooks.saved_buckets import SavedBuckets
+from pycomm.hooks.ddp import SavedBuckets
 from tests.torch.harness import (
     CODED,
     SHAPES,

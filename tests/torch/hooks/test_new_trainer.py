@@ -35,7 +35,6 @@ def compress(trainer: Trainer, codec: str | Policy, **options: Any) -> Compressi
     state = CompressionState(codec, adapter=Adapter("Trainer"), **options)
     for name, parameter in trainer.module.named_parameters():
         state.add(name, parameter)
-    state.plan.complete()
     state.agree()
 
     def average(named: Gradients) -> None:

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 import pycomm
 import pycomm.horovod as hvd
 from pycomm.policy import PROTECT, Policy, Rule
-from pycomm.reduction.detached import DetachedState
+from pycomm.reduction.state import DetachedState
 from tests import extent
 from tests.extent import each_value
 from tests.torch.harness import (

@@ -20,7 +20,7 @@ import pycomm
 from pycomm import backend
 from pycomm.policy.exchange import bytes_of
 from pycomm.reduction import own_group
-from pycomm.reduction.exchange_thread import ExchangeThread
+from pycomm.reduction.own_group import ExchangeThread
 from tests.ranks import in_child
 from tests.torch.interpreter import Interpreter
 from tests.torch.pool import on_ranks
@@ -164,7 +164,7 @@ def test_who_gets_a_result_may_fork(rank, ranks):
 
 ENDS = """
 import threading, torch, torch.distributed as dist
-from pycomm.reduction.exchange_thread import ExchangeThread
+from pycomm.reduction.own_group import ExchangeThread
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 thread, runs = ExchangeThread(dist.group.WORLD), threading.Event()
 def reduce():

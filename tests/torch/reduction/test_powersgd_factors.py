@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy import Policy
-from pycomm.reduction.powersgd import Exchange, Memory
+from pycomm.reduction.powersgd import Exchanges
 from tests.extent import each_value
 from tests.torch import harness
 from tests.torch.harness import Chosen, all_equal, bucket_of, lost, near_zero, owed, reduced
@@ -96,7 +96,7 @@ def test_power_iteration_goes_on_from_step_to_step(rank, size):
 
 @on_ranks(2)
 def test_an_exact_piece_sends_its_residual_once(rank, size):
-    residuals, memory = Residuals(Feedback(storage="float32"), size), Memory()
+    residuals, exchanges = Residuals(Feedback(storage="float32"), size), Exchanges(dist.group.WORLD)
     residual = residuals.get("p0", 4, torch.device("cpu"))
     piece = bucket_of("fp32", [4], residuals).pieces[0]
     assert piece.residual is residual
@@ -104,8 +104,7 @@ def test_an_exact_piece_sends_its_residual_once(rank, size):
     residual.worker[1 - residual.side].fill_(5.0)  # of the step before
     for want in (3.0, 1.0):
         values = torch.ones(4)
-        exchange = Exchange(values, [piece], memory, dist.group.WORLD, seed=3)
-        exchange.turn()
-        exchange.finish()
+        exchanges.start(values, [piece], lambda: None, seed=3)
+        exchanges.finish()
         residuals.commit(["p0"])
         assert values.tolist() == [want] * 4

@@ -22,10 +22,10 @@ from pycomm import backend
 from pycomm.errors import Error, WireMismatch
 from pycomm.feedback import Feedback, Residuals
 from pycomm.reduction import paths, payloads, two_shot
-from pycomm.reduction.batched import Batched
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.coding import Coder, ExchangePlan, Run, whole
 from pycomm.reduction.payloads import Payloads
+from pycomm.reduction.two_shot import Batched
 from tests.extent import pairs
 from tests.torch.harness import bucket_of, same_bits
 from tests.torch.pool import on_ranks
