@@ -170,20 +170,11 @@ def apply(options: Sequence[str]) -> None:
 # ------------------------------------------------------------------------ patches of torch
 
 
+@functools.cache
 def _compress_every_ddp() -> None:
     """Make every DistributedDataParallel compress its gradients from its construction on."""
-    if hasattr(DistributedDataParallel.__init__, "_pycomm"):
-        return
-    construct = DistributedDataParallel.__init__
+    after_construction(DistributedDataParallel.__module__, "DistributedDataParallel", _compress_ddp)
     register = DistributedDataParallel.register_comm_hook
-
-    @functools.wraps(construct)
-    def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        given = _compression
-        if given.policy is not None:
-            compress(self, given.policy, feedback=given.feedback, seed=given.seed)
-            vars(self)["_pycomm"] = True
 
     @functools.wraps(register)
     def register_comm_hook(self: DistributedDataParallel, state: object, hook: Any) -> None:
@@ -194,19 +185,23 @@ def _compress_every_ddp() -> None:
             return
         register(self, state, hook)
 
-    vars(__init__)["_pycomm"] = True
-    DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
     DistributedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
 
 
+def _compress_ddp(model: DistributedDataParallel) -> None:
+    given = _compression
+    if given.policy is not None:
+        compress(model, given.policy, feedback=given.feedback, seed=given.seed)
+        vars(model)["_pycomm"] = True
+
+
+@functools.cache
 def _compress_every_fsdp() -> None:
     """Make models in fully_shard or replicate compress from their first forward on.
 
     The root module, which gives the parameters their names, is known only then. Scripts may have
     imported both functions already, under several names; both make the one class patched here.
     """
-    if hasattr(FSDPState.init, "_pycomm"):
-        return
     original = FSDPState.init
 
     @functools.wraps(original)
@@ -216,7 +211,6 @@ def _compress_every_fsdp() -> None:
             for module in modules:
                 module.register_forward_pre_hook(_compress_root, prepend=True)
 
-    vars(init)["_pycomm"] = True
     FSDPState.init = init  # type: ignore[method-assign]
     compress_late(lambda model: _compress_root(model, None))
 

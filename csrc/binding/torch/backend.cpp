@@ -77,7 +77,7 @@ void join_straggler_monitor(Backend& backend, const std::shared_ptr<OpenGroup>& 
     const GilReleased release;
     return store.find(key);
   };
-  py::module_::import("pycomm.straggler.monitor")
+  py::module_::import("pycomm.straggler")
       .attr("join")(backend.trace(), py::cpp_function(put), py::cpp_function(look));
 }
 

@@ -136,16 +136,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Keeps the kind of an error for getError().
   void note(const std::exception_ptr& error) { error_ = error_type(error); }
   void set_timeout(Milliseconds timeout);
-  /// In a callback on the thread that runs the operations, runs later operations until done().
-  /// Returns false if that is impossible here, or took too long.
-  bool run_until(const std::function<bool()>& done, Milliseconds timeout) {
-    return queue_.run_until(done, deadline_of(timeout));
-  }
-  /// Does the same on the thread of another group, only if this group's thread waits for that
-  /// group's operations, and they wait for each other.
-  void wait_from_another(const std::function<bool()>& done, Milliseconds timeout) {
-    queue_.wait_from_another(done, deadline_of(timeout));
-  }
   bool runs_here() const { return queue_.inside(); }
 
   /// Runs a wait, and ends the group if a signal ends the wait.
@@ -190,10 +180,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void check();
 
  private:
-  static Deadline deadline_of(Milliseconds timeout) {
-    constexpr Milliseconds kForever = std::chrono::hours(24 * 365);  // operations have their own
-    return Deadline::after(timeout.count() > 0 ? timeout : kForever);
-  }
   /// Runs `op`.
   template <typename F>
   void perform(Work& work, const F& op) {

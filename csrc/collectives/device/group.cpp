@@ -218,11 +218,9 @@ std::exception_ptr DeviceGroup::kernel_error() const {
     late.push_back(r);
   }
   if (late.empty()) return nullptr;
-  std::string ranks;
-  for (const int r : late) ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
   return std::make_exception_ptr(
       Timeout("rank " + std::to_string(rank_) + ": " + called(first.seq) + " waited " +
-                  std::to_string(timeout_) + " ms for rank(s) " + ranks + " at its barrier " +
+                  std::to_string(timeout_) + " ms for " + rank_list(late) + " at its barrier " +
                   std::to_string(first.phase) + "; look at the logs of those ranks",
               late));
 }
