@@ -22,13 +22,13 @@ namespace pycomm::torch_binding {
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   Engine(const std::shared_ptr<Store>& store, int rank, int size,
-         const CommunicatorOptions& options, DeviceOptions device_options)
+         const CommunicatorOptions& options, std::string device_path)
       : comm_(store, rank, size, options),
         store_(store),
         group_(options.group),
         secret_(options.secret),
         trace_size_(static_cast<size_t>(options.trace_size)),
-        device_options_(std::move(device_options)) {}
+        device_path_(std::move(device_path)) {}
 
   Communicator& comm() { return comm_; }
   const std::shared_ptr<Store>& store() const { return store_; }
@@ -246,7 +246,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::string group_;
   const std::string secret_;
   const size_t trace_size_;
-  const DeviceOptions device_options_;
+  const std::string device_path_;
   std::atomic<bool> aborted_{false};
   std::mutex device_mutex_;  ///< held while the streams of lanes get work
   std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, bool>, std::unique_ptr<DeviceLane>> lanes_;
