@@ -13,11 +13,10 @@ def set_host_addressable(device_type: str, addressable: bool) -> None: ...
 class Options(_distributed_c10d.Backend.Options, GroupOptions):
     """Options of a "pycomm" process group: ``init_process_group("pycomm", pg_options=...)``.
 
-    Those of the table in docs/api/backend.md, and three of torch's process groups. (At run time
+    Those of the table in docs/api/backend.md, and two of torch's process groups. (At run time
     GroupOptions is no base; the same properties are made from the same table.)
     """
 
-    blocking_wait: bool
     device_path: str
     enable_reconfigure: bool
     global_ranks_in_group: list[int]

@@ -4,8 +4,9 @@ torch's `init_process_group` reads RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT
 LOCAL_RANK; only torchrun sets them. Slurm and MPI tell the same under their own names:
 
 * Slurm's steps: "OUTPUT ENVIRONMENT VARIABLES" in the manual page of srun.
-* Open MPI: OMPI_COMM_WORLD_*, in its FAQ on running jobs; MVAPICH: MV2_COMM_WORLD_*.
-* Hydra, the `mpirun` of MPICH and Intel MPI: PMI_RANK, PMI_SIZE, MPI_LOCALRANKID, MPI_LOCALNRANKS.
+* Open MPI: OMPI_COMM_WORLD_*, in its FAQ on running jobs.
+* Hydra, the `mpirun` of MPICH, MVAPICH and Intel MPI: PMI_RANK, PMI_SIZE, MPI_LOCALRANKID,
+  MPI_LOCALNRANKS.
 """
 
 from __future__ import annotations
@@ -66,7 +67,6 @@ def _mpi(given: Mapping[str, str]) -> Place | None:
     # Launcher, rank, size, local rank, local size, and what names the job.
     known = (
         ("Open MPI", "OMPI_COMM_WORLD_", "RANK SIZE LOCAL_RANK LOCAL_SIZE", "PMIX_NAMESPACE"),
-        ("MVAPICH", "MV2_COMM_WORLD_", "RANK SIZE LOCAL_RANK LOCAL_SIZE", ""),
         ("Hydra", "", "PMI_RANK PMI_SIZE MPI_LOCALRANKID MPI_LOCALNRANKS", ""),
     )
     for launcher, prefix, words, job in known:

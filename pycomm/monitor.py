@@ -22,8 +22,7 @@ from typing import Protocol
 from weakref import WeakValueDictionary
 
 from pycomm import _C
-from pycomm.straggler.compare import Health, lengths, percent, quantile
-from pycomm.straggler.monitor import found
+from pycomm.straggler import Health, found, lengths, percent, quantile
 from pycomm.units import format_bytes, format_time
 
 

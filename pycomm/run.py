@@ -23,7 +23,7 @@ import importlib.util
 import runpy
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -37,7 +37,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from pycomm import _register, monitor, takeover
-from pycomm.arguments import whole
 from pycomm.backend import create
 from pycomm.compression import compress, compress_late
 from pycomm.env import at_import, hand_on_run
@@ -50,16 +49,8 @@ from pycomm.policy import PROTECT, Policy, Rule
 AS_ASKED = "script"  # value of --backend that leaves the choice to the script
 
 
-@dataclass
-class CompressionChoice:
-    """Options for every DistributedDataParallel and fully_shard; policy None: no compression."""
-
-    policy: Policy | None = None
-    feedback: bool = True
-    seed: int = 0
-
-
-_compression = CompressionChoice()
+_policy: Policy | None = None
+"""Of every DistributedDataParallel and fully_shard; None: no compression."""
 
 # ---------------------------------------------------------------- the command line
 
@@ -87,8 +78,6 @@ def _parser() -> _Parser:
         metavar="PATTERN=CODEC",
         help='for parameters of these names: "*head.*=int8"; the first that matches counts',
     )
-    parser.add_argument("--no-feedback", action="store_true", help="forget what codecs lose")
-    parser.add_argument("--seed", type=int, help="of random rounding")
     parser.add_argument(
         "--backend",
         help="of the script's process groups: pycomm (default), another one such as gloo, "
@@ -122,7 +111,7 @@ def apply(options: Sequence[str]) -> None:
         ValueError: an option is wrong; the text explains it.
         Error: srun or mpirun has not told enough, see `launch_env`.
     """
-    global _compression
+    global _policy
     parser = _parser()
     given = parser.parse_args(options)
     rules = []
@@ -133,10 +122,8 @@ def apply(options: Sequence[str]) -> None:
         if not pattern or not spec:
             parser.error(f"--rule takes PATTERN=CODEC, not {text!r}")
         rules.append((pattern, spec))
-    if given.codec is None and (rules or given.no_feedback or given.seed is not None):
-        parser.error("--rule, --no-feedback and --seed are about compression: give a --codec")
-    if given.seed is not None:
-        whole("seed", given.seed, 0, 2**64 - 1)
+    if given.codec is None and rules:
+        parser.error("--rule is about compression: give a --codec")
     policy = None
     if given.codec is not None:
         first = (Rule(codec=spec, name=name, reason=f"--rule {name}") for name, spec in rules)
@@ -159,7 +146,7 @@ def apply(options: Sequence[str]) -> None:
         # Tensors on a GPU stay with NCCL.
         names = ["gloo"] if torch.cuda.is_available() else ["gloo", "nccl"]
         takeover.install(names, backend)
-    _compression = CompressionChoice(policy, not given.no_feedback, given.seed or 0)
+    _policy = policy
     if policy is not None:
         _compress_every_ddp()
         _compress_every_fsdp()
@@ -170,20 +157,11 @@ def apply(options: Sequence[str]) -> None:
 # ------------------------------------------------------------------------ patches of torch
 
 
+@functools.cache
 def _compress_every_ddp() -> None:
     """Make every DistributedDataParallel compress its gradients from its construction on."""
-    if hasattr(DistributedDataParallel.__init__, "_pycomm"):
-        return
-    construct = DistributedDataParallel.__init__
+    after_construction(DistributedDataParallel.__module__, "DistributedDataParallel", _compress_ddp)
     register = DistributedDataParallel.register_comm_hook
-
-    @functools.wraps(construct)
-    def __init__(self: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        construct(self, *args, **kwargs)
-        given = _compression
-        if given.policy is not None:
-            compress(self, given.policy, feedback=given.feedback, seed=given.seed)
-            vars(self)["_pycomm"] = True
 
     @functools.wraps(register)
     def register_comm_hook(self: DistributedDataParallel, state: object, hook: Any) -> None:
@@ -194,29 +172,31 @@ def _compress_every_ddp() -> None:
             return
         register(self, state, hook)
 
-    vars(__init__)["_pycomm"] = True
-    DistributedDataParallel.__init__ = __init__  # type: ignore[method-assign]
     DistributedDataParallel.register_comm_hook = register_comm_hook  # type: ignore[method-assign]
 
 
+def _compress_ddp(model: DistributedDataParallel) -> None:
+    if _policy is not None:
+        compress(model, _policy)
+        vars(model)["_pycomm"] = True
+
+
+@functools.cache
 def _compress_every_fsdp() -> None:
     """Make models in fully_shard or replicate compress from their first forward on.
 
     The root module, which gives the parameters their names, is known only then. Scripts may have
     imported both functions already, under several names; both make the one class patched here.
     """
-    if hasattr(FSDPState.init, "_pycomm"):
-        return
     original = FSDPState.init
 
     @functools.wraps(original)
     def init(self: FSDPState, modules: Sequence[nn.Module], *args: Any, **kwargs: Any) -> None:
         original(self, modules, *args, **kwargs)  # type: ignore[arg-type]
-        if _compression.policy is not None:
+        if _policy is not None:
             for module in modules:
                 module.register_forward_pre_hook(_compress_root, prepend=True)
 
-    vars(init)["_pycomm"] = True
     FSDPState.init = init  # type: ignore[method-assign]
     compress_late(lambda model: _compress_root(model, None))
 
@@ -230,11 +210,10 @@ def _compress_other_wrappers() -> None:
 
 
 def _compress_or_tell(model: nn.Module) -> None:
-    given = _compression
-    if given.policy is None or dist.get_world_size() == 1:
+    if _policy is None or dist.get_world_size() == 1:
         return
     try:
-        compress(model, given.policy, feedback=given.feedback, seed=given.seed)
+        compress(model, _policy)
     except (Error, ValueError) as error:
         _tell(str(error))
 
@@ -242,12 +221,11 @@ def _compress_or_tell(model: nn.Module) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _compress_root(module: nn.Module, _: object) -> None:
     """Compress the root: the forward pre-hook of all fully_shard modules, run first on the root."""
-    given = _compression
-    if vars(module).get("_pycomm") or given.policy is None:
+    if vars(module).get("_pycomm") or _policy is None:
         return
     for part in module.modules():  # each is compressed once
         vars(part)["_pycomm"] = True
-    compress(module, given.policy, feedback=given.feedback, seed=given.seed)
+    compress(module, _policy)
 
 
 # ------------------------------------------------------------------------ scripts and modules

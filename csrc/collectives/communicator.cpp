@@ -9,12 +9,10 @@
 #include <numeric>
 #include <thread>
 
+#include "collectives/algorithms/algorithms.h"
 #include "collectives/algorithms/dispatch.h"
 #include "collectives/algorithms/rails.h"
-#include "collectives/algorithms/round_trips.h"
 #include "collectives/coded/coded.h"
-#include "collectives/coded/one_shot.h"
-#include "collectives/common/contribution.h"
 #include "collectives/point_to_point/point_to_point.h"
 #include "collectives/queue.h"
 #include "core/arithmetic.h"
@@ -47,6 +45,74 @@ std::shared_ptr<Trace> make_trace(int rank, int size, const CommunicatorOptions&
     std::iota(owner.global_ranks.begin(), owner.global_ranks.end(), 0);
   }
   return Trace::make(std::move(owner));
+}
+
+/// Contribution of a rank to a reduction: its data, or for a premul_sum its data times its own
+/// factor. Factors differ between ranks, so each rank scales its own data before another rank can
+/// see the first byte. From there on a premul_sum is a sum (core/reduce.h), whatever way the data
+/// take. The product is rounded to the dtype, in which it travels.
+///
+/// It owns the memory of products, so it outlives the operation that reads them.
+class Contribution {
+ public:
+  /// Returns the call with our contribution as its input. The product of one buffer lies where the
+  /// caller wants the result, if he wants one: after an error its contents are undefined anyway.
+  Collective of(Collective call, int ranks) {
+    if (call.redop != ReduceOp::premul_sum || !call.reduces()) return call;
+    const size_t element = size_of(call.dtype);
+    if (!call.has_in_parts()) {
+      const size_t numel = call.in.numel(0);
+      void* product = call.out.data() ? call.out.data() : room(numel * element);
+      scale(call.dtype, call.in.data(), product, numel, call.factor);
+      call.in = ConstParts(product, numel).of(element);
+      return call;
+    }
+    uint8_t* place = room(call.bytes(ranks));
+    const uint8_t* const begin = place;
+    for (int r = 0; r < ranks; r++) {
+      scale(call.dtype, call.in[r].data, place, call.in.numel(r), call.factor);
+      list_.push_back({place, call.in.numel(r)});
+      place += call.in.bytes(r);
+    }
+    call.in = call.in.is_list() ? ConstParts(list_).of(element)
+                                : ConstParts(begin, call.in.numel(0)).of(element);
+    return call;
+  }
+
+ private:
+  uint8_t* room(size_t bytes) {
+    product_.reset(new uint8_t[bytes]);
+    return product_.get();
+  }
+
+  std::unique_ptr<uint8_t[]> product_;
+  std::vector<ConstPart> list_;
+};
+
+/// Returns the round trips in microseconds: those between rank i and rank j are at i * ranks + j,
+/// the less of what the two have measured. All ranks call this together, in the group's first
+/// collective over channels (ChannelMesh::lacks_round_trips()): each tells all others what it has
+/// measured, which costs one way to the farthest rank.
+std::vector<uint32_t> gather_round_trips(CollectiveContext& context, const ChannelMesh& mesh) {
+  // Up to this many ranks each sends to each: one way instead of a logarithm of them.
+  constexpr int kMostDirect = 64;
+  const int n = context.size();
+  const auto size = static_cast<size_t>(n);
+  std::vector<uint32_t> measured(size * size);
+  std::vector<uint32_t> own(size);
+  for (int r = 0; r < n; r++) own[static_cast<size_t>(r)] = mesh.round_trip(r);
+  const Parts rows = Parts(measured.data(), size).of(sizeof(uint32_t));
+  const Collective call{Op::all_gather, DType::uint8, {own.data(), rows.bytes(0)}, rows};
+  (n <= kMostDirect ? direct::exchange : bruck::all_gather)(context, call);
+  std::vector<uint32_t> round_trips = measured;
+  for (size_t i = 0; i < size; i++) {
+    for (size_t j = 0; j < size; j++) {
+      // 0 says that a rank does not know: the connection may just be cut.
+      const auto [less, more] = std::minmax(measured[i * size + j], measured[j * size + i]);
+      round_trips[i * size + j] = less > 0 ? less : more;
+    }
+  }
+  return round_trips;
 }
 
 }  // namespace
@@ -278,8 +344,8 @@ std::string Communicator::explain(Op op, size_t bytes, const CodedArgs* coded) c
            (coded ? ", and nodes exchange payloads" : "");
   }
   if (!coded) {
-    return pycomm::explain({op, size(), bytes, impl_->mesh().slowest(), links.speed()},
-                           impl_->algo());
+    return dispatch::explain({op, size(), bytes, impl_->mesh().slowest(), links.speed()},
+                             impl_->algo());
   }
   if (op != Op::all_reduce) return "one_shot, its only algorithm";
   return coded::explain(*coded, impl_->algo(), size(), links.speed());

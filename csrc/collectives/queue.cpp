@@ -6,7 +6,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <deque>
-#include <map>
 #include <mutex>
 #include <set>
 #include <thread>
@@ -19,8 +18,8 @@ namespace pycomm {
 
 class Queue::Impl : public std::enable_shared_from_this<Impl> {
  public:
-  /// The queue that this thread serves.
-  static thread_local Impl* served_here;
+  /// True on the thread of a queue.
+  static thread_local bool serves;
 
   void submit(std::function<void()> op) {
     fork_.refuse("queue", "an operation");
@@ -85,21 +84,6 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
     changed_.notify_all();
   }
 
-  // The operation that waits gives its turn to the next one and takes over the turn of the last one
-  // when it continues: a caller on another thread in between has its turn meanwhile.
-  bool run_until(const std::function<bool()>& done, Deadline deadline) {
-    while (!done()) {
-      std::unique_lock<std::mutex> lock(mutex_);
-      if (waiting_.empty() || deadline.expired()) return false;
-      lock.unlock();
-      end_own_turn();
-      lock.lock();
-      changed_.wait(lock, [this] { return is_front_due(); });
-      run_front(lock);
-    }
-    return true;
-  }
-
   bool idle() const { return next_.load() == serving_.load(); }
 
  private:
@@ -110,34 +94,21 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
 
   void serve() {
     server_ = std::this_thread::get_id();
-    served_here = this;
+    serves = true;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      changed_.wait(lock, [this] { return waiting_.empty() ? closing_ : is_front_due(); });
+      changed_.wait(lock, [this] {
+        return waiting_.empty() ? closing_ : waiting_.front().number == serving_.load();
+      });
       if (waiting_.empty()) return;
-      run_front(lock);
-      end_own_turn();
+      std::function<void()> op = std::move(waiting_.front().op);
+      waiting_.pop_front();
+      lock.unlock();
+      op();
+      op = nullptr;  // what it holds may end the group, which is part of its turn
+      end_turn();
       lock.lock();
     }
-  }
-
-  bool is_front_due() const {
-    return !waiting_.empty() && waiting_.front().number == serving_.load();
-  }
-
-  // Runs the front operation; returns with `lock` unlocked.
-  void run_front(std::unique_lock<std::mutex>& lock) {
-    std::function<void()> op = std::move(waiting_.front().op);
-    running_ = waiting_.front().number;
-    waiting_.pop_front();
-    lock.unlock();
-    op();
-    op = nullptr;  // what it holds may end the group, which is part of its turn
-  }
-
-  // Ends the turn of the operation that ran last; run_until() may have ended it before.
-  void end_own_turn() {
-    if (serving_.load() == running_) end_turn();
   }
 
   const ForkGuard fork_{};
@@ -149,68 +120,17 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
   std::atomic<uint64_t> next_{0};     // number of the next operation
   std::atomic<uint64_t> serving_{0};  // number of the one whose turn it is
   std::set<uint64_t> given_up_;       // numbers whose callers were interrupted while they waited
-  uint64_t running_ = 0;              // number of the last one that the thread has begun
   bool closing_ = false;
 };
 
-thread_local Queue::Impl* Queue::Impl::served_here = nullptr;
-
-namespace {
-
-/// For each queue whose thread waits in an operation of its own for one of another queue: that one.
-struct Waits {
-  std::mutex mutex;
-  std::map<const void*, const void*> awaited;
-};
-
-Waits& waits() {
-  static Waits* const all = new Waits;  // threads may wait until the process ends
-  return *all;
-}
-
-/// Sets what a queue's thread waits for, null for nothing, and returns what it was.
-const void* set_awaited(const void* queue, const void* other) {
-  const std::lock_guard<std::mutex> lock(waits().mutex);
-  auto& awaited = waits().awaited;
-  const void* const before = std::exchange(awaited[queue], other);
-  if (!other) awaited.erase(queue);
-  return before;
-}
-
-/// True if the queue's thread waits for itself in the end, possibly through further queues.
-bool waits_in_a_circle(const void* queue) {
-  const std::lock_guard<std::mutex> lock(waits().mutex);
-  const auto& awaited = waits().awaited;
-  auto next = awaited.find(queue);
-  for (size_t steps = 0; next != awaited.end() && steps <= awaited.size(); steps++) {
-    if (next->second == queue) return true;
-    next = awaited.find(next->second);
-  }
-  return false;
-}
-
-}  // namespace
+thread_local bool Queue::Impl::serves = false;
 
 Queue::Queue() : impl_(std::make_shared<Impl>()) {}
 Queue::~Queue() { impl_->close(); }
 void Queue::submit(std::function<void()> op) { impl_->submit(std::move(op)); }
 bool Queue::inside() const { return impl_->inside(); }
 bool Queue::idle() const { return impl_->idle(); }
-bool Queue::run_until(const std::function<bool()>& done, Deadline deadline) {
-  return impl_->run_until(done, deadline);
-}
-void Queue::wait_from_another(const std::function<bool()>& done, Deadline deadline) const {
-  Impl* const here = Impl::served_here;
-  // What an operation around this one waits for stays its own.
-  const void* const before = set_awaited(here, impl_.get());
-  const std::shared_ptr<void> restored(nullptr, [&](void*) { set_awaited(here, before); });
-  for (auto pause = std::chrono::microseconds(20); !done() && !deadline.expired();
-       pause = std::min<std::chrono::microseconds>(2 * pause, Milliseconds(5))) {
-    if (waits_in_a_circle(here)) here->run_until(done, deadline);
-    std::this_thread::sleep_for(pause);
-  }
-}
-bool Queue::inside_any() { return Impl::served_here != nullptr; }
+bool Queue::inside_any() { return Impl::serves; }
 
 Queue::Turn::Turn(Queue& queue) : impl_(queue.inside() ? nullptr : queue.impl_.get()) {
   if (impl_) impl_->begin_turn();

@@ -31,15 +31,6 @@ class PYCOMM_API Queue {
   /// True on the queue's thread: an operation issued there is part of the running one and must run
   /// at once, since its issuer may wait for it.
   bool inside() const;
-  /// Runs what is queued, in order, until done(). Called on the queue's thread, in an operation
-  /// that has done its work and waits for a later one. Returns false if the deadline passes first,
-  /// or if nothing is queued that could make done() true. An operation that is run at once from
-  /// then on (see inside()) comes right after the last one that was run.
-  bool run_until(const std::function<bool()>& done, Deadline deadline);
-  /// Waits on the thread of another queue, in an operation of that one, until done(), which a later
-  /// operation of this queue makes true. Where the two threads wait for each other, it runs what is
-  /// queued on its own. Returns when done() or at the deadline.
-  void wait_from_another(const std::function<bool()>& done, Deadline deadline) const;
   /// True on the thread of any queue.
   static bool inside_any();
 

@@ -82,13 +82,13 @@ def algorithms(cluster: Cluster, coding: Coding) -> tuple[str, ...]:
 
 
 def in_one_shot(coding: Coding, link: Link) -> bool:
-    """Return whether a coded all-reduce may take one round in place of two (`one_shot.h`): between
+    """Return whether a coded all-reduce may take one round in place of two (`coded.cpp`): between
     far ranks, with a codec without feedback."""
     return coding.combine == "recode" and not coding.feedback and link.far
 
 
 def steps(algorithm: str, n: int, payload: float) -> tuple[float, float, float, float]:
-    """Return the busiest rank's rounds, messages, bytes sent and bytes folded; see `select.cpp`.
+    """Return the busiest rank's rounds, messages, bytes sent and bytes folded; see `dispatch.cpp`.
 
     Raises:
         KeyError: the algorithm is one for other levels or codecs.

@@ -3,9 +3,8 @@
 
 #include <tuple>
 
+#include "collectives/algorithms/dispatch.h"
 #include "collectives/coded/coded.h"
-#include "collectives/coded/one_shot.h"
-#include "collectives/common/select.h"
 #include "tests/binding/module.h"
 
 namespace py = pybind11;
@@ -31,7 +30,7 @@ void bind_schedule(py::module_& m) {
          double byte, double shared) {
         Workload workload = call(tag, ranks, bytes);
         workload.speed = {way, byte, shared};
-        return kAlgoNames[static_cast<size_t>(select(workload, parse_algo(wanted)))];
+        return kAlgoNames[static_cast<size_t>(dispatch::select(workload, parse_algo(wanted)))];
       },
       py::arg("tag"), py::arg("ranks"), py::arg("bytes"), py::arg("wanted") = "auto",
       py::arg("way") = 0.0, py::arg("byte") = 0.0, py::arg("shared") = 0.0);
@@ -47,7 +46,7 @@ void bind_schedule(py::module_& m) {
   s.def(
       "cost",
       [](const OpTag& tag, int ranks, size_t bytes, const std::string& algo) {
-        const Cost found = cost(call(tag, ranks, bytes), parse_algo(algo));
+        const Cost found = dispatch::cost(call(tag, ranks, bytes), parse_algo(algo));
         return py::make_tuple(found.rounds, found.messages, found.sent, found.folded,
                               seconds(found, Medium::tcp));
       },

@@ -310,7 +310,7 @@ def shifted(x: torch.Tensor, device: str) -> torch.Tensor:
 @each_value
 @every_spec
 def test_bytes_of_ones_are_no_values(spec):
-    """A failed operation on device tensors leaves them; see csrc/binding/torch/delivery_gate.h.
+    """A failed operation on device tensors leaves them; see csrc/binding/torch/device.h.
 
     Payloads of variable size are not decoded then: pycomm/reduction/payloads.py.
     """

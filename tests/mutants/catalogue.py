@@ -56,14 +56,14 @@ WAITS = (
     ),
     Mutant(
         "window-left-while-others-write-to-us",
-        "csrc/collectives/window/in_place.cpp::all_reduce",
+        "csrc/collectives/window/shared.cpp::all_reduce",
         "mine, size);\n  }\n  barrier(window);",
         "mine, size);\n  }",
         "collectives/test_shared_heap.py::test_every_collective_between_processes",
     ),
     Mutant(
         "read-before-the-others-have-summed",
-        "csrc/collectives/window/in_place.cpp::all_reduce_by_reading",
+        "csrc/collectives/window/shared.cpp::all_reduce_by_reading",
         "barrier(window);\n  for (int k = 1; k < window.size(); k++)",
         "\n  for (int k = 1; k < window.size(); k++)",
         "collectives/test_peer_read.py::test_ranks_on_one_core_wait_for_sums",
@@ -127,9 +127,9 @@ ORDERS = (
     ),
     Mutant(
         "floats-summed-in-any-order",
-        "csrc/collectives/common/select.cpp::select",
-        "[](const Entry&) { return true; }",
-        "[](const Entry& e) { return e.algo == Algo::ring; }",
+        "csrc/collectives/algorithms/dispatch.cpp::select",
+        "[](Algo) { return true; }",
+        "[](Algo algo) { return algo == Algo::ring; }",
         "collectives/test_schedule.py",
     ),
     Mutant(
@@ -374,7 +374,7 @@ BOUNDS = (
     Mutant(
         "coded-step-not-compared",
         "csrc/collectives/coded/coded.cpp::signature",
-        "hash.add(args.step);",
+        "add_number(args.step);",
         "",
         "faults/test_mismatch.py::test_codings_that_differ",
     ),

@@ -18,7 +18,7 @@ import pytest
 
 from pycomm.bench import netlab
 from pycomm.bench.lab.wan import Shape
-from pycomm.straggler.compare import RankStats, compare
+from pycomm.straggler import RankStats, compare
 from tests.extent import FULL, part
 from tests.faults.injection.case import NETWORK, draw
 from tests.faults.injection.judge import breaches
@@ -210,7 +210,7 @@ STEPS_ON_LINKS = """
 import json, sys, time
 import numpy as np
 from pycomm.communicator import Communicator
-from pycomm.straggler.compare import rank_stats
+from pycomm.straggler import rank_stats
 with Communicator.from_env(sys.argv[1], timeout=30.0) as c:
     goes_on, start = np.ones(1, np.float32), time.monotonic()
     while goes_on[0] > 0:

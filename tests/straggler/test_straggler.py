@@ -9,19 +9,19 @@ import time
 import numpy as np
 import pytest
 
-from pycomm import monitor
+from pycomm import monitor, straggler
 from pycomm.env import env
 from pycomm.errors import Error
-from pycomm.straggler import monitor as straggler_monitor
-from pycomm.straggler.compare import (
+from pycomm.straggler import (
     SAMPLE,
     LinkStats,
+    MonitoredGroup,
     RankStats,
+    StragglerMonitor,
     TimeShares,
     compare,
     rank_stats,
 )
-from pycomm.straggler.monitor import MonitoredGroup, StragglerMonitor
 from pycomm.units import format_time
 from tests.collectives.ways import WAYS
 from tests.ranks import run
@@ -337,10 +337,10 @@ def test_the_report_names_the_slow_rank(monkeypatch):
             c.barrier()
             return None
         ours = StragglerMonitor(86400, lambda line: None)
-        traces = [t for t in straggler_monitor._C.traces() if t["group"] == "shown"]
+        traces = [t for t in straggler._C.traces() if t["group"] == "shown"]
         health = compare([rank_stats(trace) for trace in traces])
         ours.found = {("shown", (0, 1)): health}
-        monkeypatch.setattr(straggler_monitor, "_monitor", ours)
+        monkeypatch.setattr(straggler, "_monitor", ours)
         result = monitor.text(), health
         c.barrier()
         return result

@@ -6,12 +6,15 @@
 
 #include <algorithm>
 #include <iterator>
+#include <memory>
+#include <mutex>
 #include <optional>
+#include <utility>
+#include <vector>
 
 #include "binding/core/arguments.h"
 #include "binding/core/errors.h"
 #include "binding/core/gil.h"
-#include "binding/core/kept.h"
 #include "binding/core/module.h"
 #include "binding/core/trace_records.h"
 #include "core/error.h"
@@ -24,6 +27,59 @@ namespace {
 
 using Release = GilReleased;
 using Request = Communicator::Request;
+
+/// Objects of Python that C++ keeps, and that threads without the interpreter's lock drop.
+///
+/// A thread that moves bytes neither waits for the lock, which Python holds for milliseconds, nor
+/// asks for it at the interpreter's end, where it would not come back. What it drops is put aside,
+/// and released by a thread that has the lock.
+class Kept {
+ public:
+  /// Returns what keeps an object, and its memory if it has a buffer, which then cannot be resized.
+  static std::shared_ptr<void> hold(const pybind11::object& object) {
+    PyObject* held = PyMemoryView_FromObject(object.ptr());
+    if (held == nullptr) {  // a tensor, or an array whose dtype buffers do not know
+      PyErr_Clear();
+      held = object.inc_ref().ptr();
+    }
+    return {held, [](void* dropped) { put_aside(static_cast<PyObject*>(dropped)); }};
+  }
+  /// Releases what was dropped. The caller has the lock.
+  static void release() {
+    std::vector<PyObject*> objects;
+    {
+      const std::lock_guard<std::mutex> lock(mutex());
+      objects.swap(aside());
+    }
+    for (PyObject* object : objects) Py_DECREF(object);
+  }
+
+ private:
+  static void put_aside(PyObject* object) {
+    if (!Py_IsInitialized()) return;
+    bool first = false;
+    {
+      const std::lock_guard<std::mutex> lock(mutex());
+      first = aside().empty();
+      aside().push_back(object);
+    }
+    const auto call = [](void*) {
+      release();
+      return 0;
+    };
+    // If Python has too many calls waiting, the next transfer of this process releases it.
+    if (first) Py_AddPendingCall(call, nullptr);
+  }
+  // Never destroyed: threads may outlive what is static.
+  static std::mutex& mutex() {
+    static auto* made = new std::mutex;
+    return *made;
+  }
+  static std::vector<PyObject*>& aside() {
+    static auto* made = new std::vector<PyObject*>;
+    return *made;
+  }
+};
 
 /// Returns what a function returns that runs without the interpreter's lock.
 template <typename Function>

@@ -2,12 +2,16 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
+#include <string>
+#include <utility>
 
 #include "binding/core/arguments.h"
 #include "binding/core/errors.h"
 #include "binding/core/gil.h"
 #include "binding/core/module.h"
-#include "binding/core/python_store.h"
+#include "core/error.h"
+#include "transports/store.h"
 #include "transports/tcp/endpoint/group_formation.h"
 #include "transports/tcp/net/interface.h"
 #include "transports/tcp/tls/library.h"
@@ -16,6 +20,72 @@ namespace py = pybind11;
 
 namespace pycomm {
 namespace {
+
+/// An object of Python as a Store.
+///
+/// Calls the methods of an object that has those of Store: `set(key, value)`, `find(key)`, which
+/// returns None for a key that is not there, `append(key, value)`, if they count `add(key, amount)`
+/// and `erase(key)`, and the properties `appends` and `round_trip` (in seconds). Values are bytes.
+class PythonStore final : public Store {
+ public:
+  explicit PythonStore(py::object target)
+      : target_(std::move(target)),
+        appends_(target_.attr("appends").cast<bool>()),
+        counts_(py::hasattr(target_, "erase")) {}
+  ~PythonStore() override {
+    if (!Py_IsInitialized()) {
+      target_.release();
+      return;
+    }
+    const GilAcquired gil;
+    target_ = py::object();
+  }
+
+  void set(const std::string& key, const std::string& value) override {
+    asking(key, [&] { target_.attr("set")(key, py::bytes(value)); });
+  }
+  std::optional<std::string> find(const std::string& key) override {
+    return asking(key, [&] { return text(target_.attr("find")(key)); });
+  }
+  bool appends() const override { return appends_; }
+  void append(const std::string& key, const std::string& value) override {
+    asking(key, [&] { target_.attr("append")(key, py::bytes(value)); });
+  }
+  int64_t count(const std::string& key) override {
+    if (!counts_) return 0;
+    return asking(key, [&] { return target_.attr("add")(key, 1).template cast<int64_t>(); });
+  }
+  void erase(const std::string& key) override {
+    asking(key, [&] { target_.attr("erase")(key); });
+  }
+  std::chrono::microseconds round_trip() const override {
+    const GilAcquired gil;
+    const double seconds = target_.attr("round_trip").cast<double>();
+    return std::chrono::microseconds(static_cast<int64_t>(seconds * 1e6));
+  }
+
+ private:
+  static std::optional<std::string> text(const py::object& value) {
+    if (value.is_none()) return std::nullopt;
+    return value.cast<std::string>();
+  }
+  /// What the object raises becomes an Error. An interrupt, such as KeyboardInterrupt, stays one.
+  template <typename Ask>
+  static auto asking(const std::string& key, const Ask& ask) -> decltype(ask()) {
+    const GilAcquired gil;
+    try {
+      return ask();
+    } catch (const py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) throw;
+      const auto what = py::str(error.value()).cast<std::string>();
+      throw Error("the store failed at the key " + key + ": " + what);
+    }
+  }
+
+  py::object target_;
+  const bool appends_;  ///< several ranks may append to one key
+  const bool counts_;
+};
 
 Deadline after_seconds(double seconds) { return Deadline::after(milliseconds(seconds)); }
 
@@ -38,7 +108,7 @@ void bind_stores(py::module_& m) {
           [](const py::object& target) -> std::shared_ptr<Store> {
             return std::make_shared<PythonStore>(target);
           },
-          py::arg("target"), "An object of Python: see binding/core/python_store.h.")
+          py::arg("target"), "An object of Python with the methods of a Store.")
       .def_static("file", &make_file_store, py::arg("folder"), "For processes that share a folder.")
       .def(
           "set",

@@ -124,7 +124,7 @@ struct Arguments {
   }
 
   /// Returns a collective without its buffers that reduces tensors like t.
-  Collective reducing(const Call& call, Op op, const at::Tensor& t, const c10d::ReduceOp& redop,
+  Collective reducing(const Call& call, const at::Tensor& t, const c10d::ReduceOp& redop,
                       int root = -1) const {
     const auto dtype = find_dtype(t.scalar_type());
     if (!dtype) fail(call, std::string("cannot reduce dtype ") + c10::toString(t.scalar_type()));
@@ -133,7 +133,7 @@ struct Arguments {
     try {
       const Reduction reduction(redop);
       check_reducible(*dtype, reduction.op);
-      return {op, *dtype, {}, {}, reduction.op, reduction.factor, root};
+      return {call.op, *dtype, {}, {}, reduction.op, reduction.factor, root};
     } catch (const Error& e) {
       fail(call, e.what());
     }

@@ -34,7 +34,7 @@ Backend::Backend(const std::shared_ptr<TorchStore>& store, int rank, int size,
     communicator.parent_ranks = parent.ranks;
   }
   open_ = std::make_shared<OpenGroup>(
-      std::make_shared<Engine>(store, rank, size, communicator, options_->device));
+      std::make_shared<Engine>(store, rank, size, communicator, options_->device_path));
 }
 
 CommunicatorOptions Backend::communicator_options() const {
@@ -77,7 +77,7 @@ void join_straggler_monitor(Backend& backend, const std::shared_ptr<OpenGroup>& 
     const GilReleased release;
     return store.find(key);
   };
-  py::module_::import("pycomm.straggler.monitor")
+  py::module_::import("pycomm.straggler")
       .attr("join")(backend.trace(), py::cpp_function(put), py::cpp_function(look));
 }
 
@@ -187,7 +187,7 @@ void Backend::own_part(const Call& call, bool even, int64_t in, int64_t out) con
 // ------------------------------------------------------------------ one to all
 
 WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
-  const Call call("pycomm:broadcast", OpType::BROADCAST, opts);
+  const Call call("pycomm:broadcast", OpType::BROADCAST, opts, Op::broadcast);
   const at::Tensor& given = arguments_.only_written(call, tensors);
   const int root = arguments_.root(call, opts);
   arguments_.check_root_tensor(call, opts.rootTensor);
@@ -200,7 +200,7 @@ WorkPtr Backend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts)
 
 WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                          const c10d::ScatterOptions& opts) {
-  const Call call("pycomm:scatter", OpType::SCATTER, opts);
+  const Call call("pycomm:scatter", OpType::SCATTER, opts, Op::scatter);
   const at::Tensor& given = arguments_.only_written(call, outputs);
   const int root = arguments_.root(call, opts);
   Tensors parts;
@@ -214,12 +214,12 @@ WorkPtr Backend::scatter(Tensors& outputs, std::vector<Tensors>& inputs,
 // ------------------------------------------------------------------ all to one
 
 WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
-  const Call call("pycomm:reduce", OpType::REDUCE, opts);
+  const Call call("pycomm:reduce", OpType::REDUCE, opts, Op::reduce);
   const int root = arguments_.root(call, opts);
   arguments_.check_root_tensor(call, opts.rootTensor);
   const at::Tensor& given =
       root == rank_ ? arguments_.only_written(call, tensors) : arguments_.only(call, tensors);
-  const Collective how = arguments_.reducing(call, Op::reduce, given, opts.reduceOp, root);
+  const Collective how = arguments_.reducing(call, given, opts.reduceOp, root);
   Staging staging(*this, call);
   const at::Tensor tensor = root == rank_ ? staging.in_out(given) : staging.in(given);
   return issue(call, tensors, staging,
@@ -228,7 +228,7 @@ WorkPtr Backend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
 
 WorkPtr Backend::gather(std::vector<Tensors>& outputs, Tensors& inputs,
                         const c10d::GatherOptions& opts) {
-  const Call call("pycomm:gather", OpType::GATHER, opts);
+  const Call call("pycomm:gather", OpType::GATHER, opts, Op::gather);
   const at::Tensor& given = arguments_.only(call, inputs);
   const int root = arguments_.root(call, opts);
   Tensors parts;
@@ -252,9 +252,9 @@ WorkPtr Backend::issue_lists(const Call& call, const Collective& how, const Tens
 
 WorkPtr Backend::allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) {
   if (tensors.size() == 1 && tensors[0].is_sparse()) return allreduce_sparse(tensors, opts);
-  const Call call("pycomm:all_reduce", OpType::ALLREDUCE, opts);
+  const Call call("pycomm:all_reduce", OpType::ALLREDUCE, opts, Op::all_reduce);
   const at::Tensor& given = arguments_.only_written(call, tensors);
-  const Collective how = arguments_.reducing(call, Op::all_reduce, given, opts.reduceOp);
+  const Collective how = arguments_.reducing(call, given, opts.reduceOp);
   Staging staging(*this, call);
   const at::Tensor tensor = staging.in_out(given);
   if (staging.on_device() && !staging.peers() && tensor.nbytes() >= 2 * kDevicePartBytes)
@@ -284,11 +284,11 @@ WorkPtr Backend::all_reduce_in_parts(const Call& call, const at::Tensor& tensor,
 
 WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
                                      const c10d::AllreduceCoalescedOptions& opts) {
-  const Call call("pycomm:all_reduce_coalesced", OpType::ALLREDUCE_COALESCED, opts);
+  const Call call("pycomm:all_reduce_coalesced", OpType::ALLREDUCE_COALESCED, opts, Op::all_reduce);
   if (tensors.empty()) arguments_.fail(call, "needs at least one tensor");
   arguments_.check_written(call, tensors, tensors);
   for (const at::Tensor& t : tensors) arguments_.same_dtype(call, t, tensors[0]);
-  const Collective how = arguments_.reducing(call, Op::all_reduce, tensors[0], opts.reduceOp);
+  const Collective how = arguments_.reducing(call, tensors[0], opts.reduceOp);
   Staging staging(*this, call);
   const Tensors list = staging.in_out(tensors);
   return issue(call, tensors, staging, [=](auto& comm) {
@@ -300,7 +300,7 @@ WorkPtr Backend::allreduce_coalesced(Tensors& tensors,
 
 WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
                            const c10d::AllgatherOptions& opts) {
-  const Call call("pycomm:all_gather", OpType::ALLGATHER, opts);
+  const Call call("pycomm:all_gather", OpType::ALLGATHER, opts, Op::all_gather);
   const at::Tensor& given = arguments_.only(call, inputs);
   const Tensors list = arguments_.one_per_rank(call, outputs, given);
   arguments_.check_written(call, list);
@@ -310,7 +310,7 @@ WorkPtr Backend::allgather(std::vector<Tensors>& outputs, Tensors& inputs,
 
 WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inputs,
                                      const c10d::AllgatherOptions& opts) {
-  const Call call("pycomm:all_gather_coalesced", OpType::ALLGATHER_COALESCED, opts);
+  const Call call("pycomm:all_gather_coalesced", OpType::ALLGATHER_COALESCED, opts, Op::all_gather);
   if (inputs.empty()) arguments_.fail(call, "needs at least one tensor");
   if (static_cast<int>(outputs.size()) != size_)
     arguments_.fail(call, "needs a list of outputs for each of " + std::to_string(size_) +
@@ -343,44 +343,46 @@ WorkPtr Backend::allgather_coalesced(std::vector<Tensors>& outputs, Tensors& inp
 
 WorkPtr Backend::_allgather_base(at::Tensor& output, at::Tensor& input,
                                  const c10d::AllgatherOptions& opts) {
-  const Call call("pycomm:all_gather_single", OpType::_ALLGATHER_BASE, opts);
-  return issue_each(call, Op::all_gather, {output}, {input});
+  const Call call("pycomm:all_gather_single", OpType::_ALLGATHER_BASE, opts, Op::all_gather);
+  return issue_each(call, {output}, {input});
 }
 
 WorkPtr Backend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::AllgatherOptions& opts) {
-  const Call call("pycomm:all_gather_single_coalesced", OpType::COALESCED, opts);
-  return issue_each(call, Op::all_gather, outputs, inputs);
+  const Call call("pycomm:all_gather_single_coalesced", OpType::COALESCED, opts, Op::all_gather);
+  return issue_each(call, outputs, inputs);
 }
 
 WorkPtr Backend::reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs,
                                 const c10d::ReduceScatterOptions& opts) {
-  const Call call("pycomm:reduce_scatter", OpType::REDUCE_SCATTER, opts);
+  const Call call("pycomm:reduce_scatter", OpType::REDUCE_SCATTER, opts, Op::reduce_scatter);
   const at::Tensor& given = arguments_.only_written(call, outputs);
   const Tensors list = arguments_.one_per_rank(call, inputs, given);
-  const Collective how = arguments_.reducing(call, Op::reduce_scatter, given, opts.reduceOp);
+  const Collective how = arguments_.reducing(call, given, opts.reduceOp);
   own_part(call, Arguments::equal(list), list[rank_].numel(), given.numel());
   return issue_lists(call, how, list, outputs);
 }
 
 WorkPtr Backend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                       const c10d::ReduceScatterOptions& opts) {
-  const Call call("pycomm:reduce_scatter_single", OpType::_REDUCE_SCATTER_BASE, opts);
-  return issue_each(call, Op::reduce_scatter, {output}, {input}, opts.reduceOp);
+  const Call call("pycomm:reduce_scatter_single", OpType::_REDUCE_SCATTER_BASE, opts,
+                  Op::reduce_scatter);
+  return issue_each(call, {output}, {input}, opts.reduceOp);
 }
 
 WorkPtr Backend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                  const c10d::ReduceScatterOptions& opts) {
   // Torch 2.11 has no type of its own for several.
-  const Call call("pycomm:reduce_scatter_single_coalesced", OpType::_REDUCE_SCATTER_BASE, opts);
-  return issue_each(call, Op::reduce_scatter, outputs, inputs, opts.reduceOp);
+  const Call call("pycomm:reduce_scatter_single_coalesced", OpType::_REDUCE_SCATTER_BASE, opts,
+                  Op::reduce_scatter);
+  return issue_each(call, outputs, inputs, opts.reduceOp);
 }
 
 WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
                                std::vector<int64_t>& output_splits,
                                std::vector<int64_t>& input_splits,
                                const c10d::AllToAllOptions& opts) {
-  const Call call("pycomm:all_to_all_single", OpType::ALLTOALL_BASE, opts);
+  const Call call("pycomm:all_to_all_single", OpType::ALLTOALL_BASE, opts, Op::all_to_all);
   arguments_.check_written(call, output);
   arguments_.same_dtype(call, input, output);
   const std::vector<size_t> send = arguments_.rows(call, input, input_splits, "input");
@@ -399,7 +401,7 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
 }
 
 WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) {
-  const Call call("pycomm:all_to_all", OpType::ALLTOALL, opts);
+  const Call call("pycomm:all_to_all", OpType::ALLTOALL, opts, Op::all_to_all);
   if (outputs.empty()) arguments_.fail(call, "needs one output per rank, got none");
   arguments_.check_written(call, outputs);
   arguments_.one_per_rank(call, {outputs}, outputs[0]);
@@ -422,15 +424,15 @@ WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
   return issue(call, {}, staging, [=](Communicator& comm) { comm.barrier(call.timeout); });
 }
 
-WorkPtr Backend::issue_each(const Call& call, Op op, const Tensors& outputs, const Tensors& inputs,
+WorkPtr Backend::issue_each(const Call& call, const Tensors& outputs, const Tensors& inputs,
                             const c10d::ReduceOp& redop) {
-  const bool scatters = op == Op::reduce_scatter;
+  const bool scatters = call.op == Op::reduce_scatter;
   const Tensors& parts = scatters ? outputs : inputs;
   arguments_.pair_up(call, scatters ? inputs : outputs, parts);
   arguments_.check_written(call, outputs, inputs);
   std::vector<Collective> how;
   for (const at::Tensor& t : parts)
-    how.push_back(scatters ? arguments_.reducing(call, op, t, redop) : moving(op, t));
+    how.push_back(scatters ? arguments_.reducing(call, t, redop) : moving(call.op, t));
   Staging staging(*this, call);
   const Tensors from = staging.in(inputs), to = staging.out(outputs);
   return issue(call, outputs, staging, [=](auto& comm) {
@@ -587,8 +589,8 @@ intrusive_ptr<Work> Backend::compressed(Op op, const at::Tensor& output, const a
   const c10d::AllreduceOptions options;  // an asynchronous call, with the group's timeout
   const bool scatters = op == Op::reduce_scatter;
   const Call call =
-      scatters ? Call("pycomm:compressed reduce_scatter", OpType::_REDUCE_SCATTER_BASE, options)
-               : Call("pycomm:compressed all_reduce", OpType::ALLREDUCE, options);
+      scatters ? Call("pycomm:compressed reduce_scatter", OpType::_REDUCE_SCATTER_BASE, options, op)
+               : Call("pycomm:compressed all_reduce", OpType::ALLREDUCE, options, op);
   const size_t row = layout->numel(), ranks = static_cast<size_t>(size_);
   check_values(arguments_, call, output, *layout, scatters ? "output" : "the bucket", row);
   check_values(arguments_, call, input, *layout, "input", scatters ? ranks * row : row);
@@ -905,7 +907,7 @@ void Backend::form(tcp::GroupFormation& formation, int64_t uuid, CommunicatorOpt
   communicator.group = group_ + "/members " + std::to_string(uuid);
   communicator.timeout = limit;
   communicator.interrupt = [&] { formation.check_members(); };
-  auto engine = std::make_shared<Engine>(store, rank, size, communicator, options_->device);
+  auto engine = std::make_shared<Engine>(store, rank, size, communicator, options_->device_path);
   engine->set_timeout(unwrapped(options_->timeout));
   if (!open_->replace(std::move(engine))) raise_not_open();
   ++formed_;

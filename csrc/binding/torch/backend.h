@@ -26,7 +26,9 @@ struct BackendOptions final : c10d::Backend::Options {
 #endif
 
   CommunicatorOptions communicator;  ///< its group and timeout are the base class's
-  DeviceOptions device;
+  /// The data path of device tensors. "auto": kernels among accelerators of one host, otherwise the
+  /// host; or "host".
+  std::string device_path = "auto";
 #ifndef C10D_BACKEND_HAS_RECONFIGURE
   bool enable_reconfigure = false;  ///< newer versions of torch have this in the base class
 #endif
@@ -249,7 +251,7 @@ class Backend final : public c10d::Backend {
   WorkPtr issue_lists(const Call& call, const Collective& how, const Tensors& inputs,
                       const Tensors& outputs);
   /// Runs an all_gather or a reduce_scatter from each tensor to another.
-  WorkPtr issue_each(const Call& call, Op op, const Tensors& outputs, const Tensors& inputs,
+  WorkPtr issue_each(const Call& call, const Tensors& outputs, const Tensors& inputs,
                      const c10d::ReduceOp& redop = {});
   WorkPtr post(const char* title, OpType type, Tensors& tensors, int peer, int tag);
   /// Notes the work, so that endCoalescing() waits for it, and returns it.

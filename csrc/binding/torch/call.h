@@ -23,41 +23,26 @@ struct Call {
   OpType type;
   Milliseconds timeout;  ///< 0: the group's timeout
   bool async;
+  Op op;  ///< in the trace, before it runs
 
   template <typename Opts>
-  Call(const char* title, OpType type, const Opts& opts)
+  Call(const char* title, OpType type, const Opts& opts, Op op = Op::barrier)
       : title(title),
         name(std::strchr(title, ':') + 1),
         type(type),
         timeout(std::max(unwrapped(opts.timeout), Milliseconds(0))),
-        async(opts.asyncOp) {}
+        async(opts.asyncOp),
+        op(op) {}
 };
 
 /// Returns the tag that the trace shows for an operation before it runs.
 inline OpTag issued_tag(const Call& call, const Tensors& outputs, int ranks) {
-  static constexpr std::pair<OpType, Op> kOps[] = {
-      {OpType::ALLREDUCE, Op::all_reduce},
-      {OpType::ALLREDUCE_COALESCED, Op::all_reduce},
-      {OpType::REDUCE_SCATTER, Op::reduce_scatter},
-      {OpType::_REDUCE_SCATTER_BASE, Op::reduce_scatter},
-      {OpType::ALLGATHER, Op::all_gather},
-      {OpType::_ALLGATHER_BASE, Op::all_gather},
-      {OpType::ALLGATHER_COALESCED, Op::all_gather},
-      {OpType::ALLTOALL, Op::all_to_all},
-      {OpType::ALLTOALL_BASE, Op::all_to_all},
-      {OpType::BROADCAST, Op::broadcast},
-      {OpType::REDUCE, Op::reduce},
-      {OpType::GATHER, Op::gather},
-      {OpType::SCATTER, Op::scatter},
-  };
   OpTag tag;
-  tag.op = Op::barrier;
-  for (const auto& [type, op] : kOps) {
-    if (type == call.type) tag.op = op;
-  }
+  tag.op = call.op;
   if (!outputs.empty()) {
     tag.numel = static_cast<uint64_t>(outputs[0].numel());
-    if (call.type == OpType::_ALLGATHER_BASE) tag.numel /= static_cast<uint64_t>(ranks);
+    const bool is_whole = call.type == OpType::_ALLGATHER_BASE || call.type == OpType::COALESCED;
+    if (is_whole) tag.numel /= static_cast<uint64_t>(ranks);
     tag.dtype = find_dtype(outputs[0].scalar_type()).value_or(DType::uint8);
   }
   return tag;

@@ -56,11 +56,8 @@ class DeviceWork final : public Work {
   /// `held`: the delivery is queued when the operation is issued, behind a hold. Then wait() blocks
   /// only streams, and the future is complete from the start, whatever the operation's error.
   DeviceWork(int rank, const Call& call, uint64_t seq, Tensors outputs, c10::Stream stream,
-             bool held, bool blocking_wait)
-      : Work(rank, call, seq, std::move(outputs)),
-        held_(held),
-        blocking_wait_(blocking_wait),
-        delivery_(stream) {
+             bool held)
+      : Work(rank, call, seq, std::move(outputs)), held_(held), delivery_(stream) {
     set_value(c10::IValue(), c10::NoneType::get());
     if (!held_) ended()->addCallback([this](Future&) { promise(); });
   }
@@ -110,7 +107,7 @@ class DeviceWork final : public Work {
   /// delivery is not queued yet.
   bool wait(Milliseconds timeout = kNoTimeout) override {
     const Deadline deadline = Deadline::after(timeout);
-    const bool limited = timeout.count() > 0, blocks = limited || blocking_wait_;
+    const bool limited = timeout.count() > 0;
     if (limited || !held_) {
       Work::wait(timeout);
     } else if (const auto error = exception()) {
@@ -119,8 +116,8 @@ class DeviceWork final : public Work {
     }
     delivery_.block_current_stream();
     ending_group_if_interrupted([&] {
-      for (Backoff backoff; blocks && !delivery_.is_done(); backoff.wait())
-        if (limited && deadline.expired())
+      for (Backoff backoff; limited && !delivery_.is_done(); backoff.wait())
+        if (deadline.expired())
           raise<Timeout>(describe() + " timed out: its results were not on " +
                          delivery_.device().str() + " within " + std::to_string(timeout.count()) +
                          " ms");
@@ -141,7 +138,7 @@ class DeviceWork final : public Work {
     return nullptr;
   }
 
-  const bool held_, blocking_wait_;
+  const bool held_;
   std::exception_ptr lost_;
   std::atomic<bool> is_lost_{false};
   std::function<void()> check_;

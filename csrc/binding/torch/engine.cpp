@@ -112,8 +112,7 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   DeviceLane& lane = this->lane(device);
   // A barrier is for the host. An operation from a callback overtakes others, holds must not.
-  const bool held = lane.can_hold() && !device_options_.blocking_wait &&
-                    call.type != OpType::BARRIER && !queue_.inside();
+  const bool held = lane.can_hold() && call.type != OpType::BARRIER && !queue_.inside();
 
   std::vector<const void*> read, written;
   for (const DevicePart& part : parts) {
@@ -121,8 +120,7 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
     add_memory(part.writes, written);
   }
   follow_deliveries(read, lane, lock);
-  auto work = make_work<DeviceWork>(true, call, std::move(outputs), lane.deliver_stream(), held,
-                                    device_options_.blocking_wait);
+  auto work = make_work<DeviceWork>(true, call, std::move(outputs), lane.deliver_stream(), held);
   const auto delivered = work->delivered();
   lane.begin();
   if (call.type == OpType::BARRIER) lane.follow_deliveries();
@@ -206,7 +204,7 @@ void Engine::interrupt_check() {
 
 Engine::RouteOrReason Engine::open_peers(c10::Device device, PeerRoute::Kind kind) {
   constexpr size_t kWord = 96;
-  if (device_options_.path != "auto") return {nullptr, "device_path=" + device_options_.path};
+  if (device_path_ != "auto") return {nullptr, "device_path=" + device_path_};
   if (comm_.size() == 1) return {nullptr, "the group has one rank"};
   const auto exchange = [&](std::string word) {
     word.resize(kWord);
@@ -286,13 +284,9 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs,
     route->check();
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const bool captured = is_capturing(route->device());
-    if (captured && device_options_.blocking_wait)
-      throw Error("rank " + std::to_string(comm_.rank()) + ": " + call.name +
-                  " cannot be captured in a group with blocking_wait; make the group without it");
     DeviceLane& lane = this->lane(route->device());
     const OpTag tag = issued_tag(call, outputs, comm_.size());
-    auto work = make_work<DeviceWork>(false, call, std::move(outputs), lane.deliver_stream(), true,
-                                      device_options_.blocking_wait);
+    auto work = make_work<DeviceWork>(false, call, std::move(outputs), lane.deliver_stream(), true);
     work->set_check([route] { route->check(); });
     lane.begin(/*delivers=*/true);
     lane.keep(used, lane.deliver_stream());

@@ -22,12 +22,12 @@ namespace pycomm::torch_binding {
 class Engine : public std::enable_shared_from_this<Engine> {
  public:
   Engine(const std::shared_ptr<Store>& store, int rank, int size,
-         const CommunicatorOptions& options, DeviceOptions device_options)
+         const CommunicatorOptions& options, std::string device_path)
       : comm_(store, rank, size, options),
         store_(store),
         group_(options.group),
         secret_(options.secret),
-        device_options_(std::move(device_options)) {}
+        device_path_(std::move(device_path)) {}
 
   Communicator& comm() { return comm_; }
   const std::shared_ptr<Store>& store() const { return store_; }
@@ -135,16 +135,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Keeps the kind of an error for getError().
   void note(const std::exception_ptr& error) { error_ = error_type(error); }
   void set_timeout(Milliseconds timeout);
-  /// In a callback on the thread that runs the operations, runs later operations until done().
-  /// Returns false if that is impossible here, or took too long.
-  bool run_until(const std::function<bool()>& done, Milliseconds timeout) {
-    return queue_.run_until(done, deadline_of(timeout));
-  }
-  /// Does the same on the thread of another group, only if this group's thread waits for that
-  /// group's operations, and they wait for each other.
-  void wait_from_another(const std::function<bool()>& done, Milliseconds timeout) {
-    queue_.wait_from_another(done, deadline_of(timeout));
-  }
   bool runs_here() const { return queue_.inside(); }
 
   /// Runs a wait, and ends the group if a signal ends the wait.
@@ -189,10 +179,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void check();
 
  private:
-  static Deadline deadline_of(Milliseconds timeout) {
-    constexpr Milliseconds kForever = std::chrono::hours(24 * 365);  // operations have their own
-    return Deadline::after(timeout.count() > 0 ? timeout : kForever);
-  }
   /// Runs `op`.
   template <typename F>
   void perform(Work& work, const F& op) {
@@ -258,7 +244,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::shared_ptr<Store> store_;
   const std::string group_;
   const std::string secret_;
-  const DeviceOptions device_options_;
+  const std::string device_path_;
   std::atomic<bool> aborted_{false};
   std::mutex device_mutex_;  ///< held while the streams of lanes get work
   std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, bool>, std::unique_ptr<DeviceLane>> lanes_;

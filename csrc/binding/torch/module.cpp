@@ -110,12 +110,9 @@ void bind(py::module_& m) {
           "enable_reconfigure", [](const BackendOptions& self) { return self.enable_reconfigure; },
           [](BackendOptions& self, bool value) { self.enable_reconfigure = value; })
       .def_property(
-          "blocking_wait", [](const BackendOptions& self) { return self.device.blocking_wait; },
-          [](BackendOptions& self, bool value) { self.device.blocking_wait = value; })
-      .def_property(
-          "device_path", [](const BackendOptions& self) { return self.device.path; },
+          "device_path", [](const BackendOptions& self) { return self.device_path; },
           [](BackendOptions& self, const std::string& path) {
-            self.device.path =
+            self.device_path =
                 one_of<std::string>("device_path", path, {{"auto", "auto"}, {"host", "host"}});
           });
 

@@ -3,9 +3,7 @@
 #pragma once
 #include <algorithm>
 #include <atomic>
-#include <list>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 #include "binding/torch/engine.h"
@@ -19,7 +17,6 @@ class OpenGroup {
  public:
   /// A group that is still to be formed has none.
   explicit OpenGroup(std::shared_ptr<Engine> engine) : engine_(std::move(engine)) {}
-  ~OpenGroup() { join(); }
 
   /// Null after shutdown, and before the group is formed.
   std::shared_ptr<Engine> engine() const {
@@ -29,25 +26,18 @@ class OpenGroup {
   /// Puts another engine in the place of this one, which is closed by a thread of its own: a close
   /// waits for peers that may be dead. Returns false if the group has been shut down meanwhile.
   bool replace(std::shared_ptr<Engine> engine) {
-    std::unique_lock<std::mutex> lock(mutex_);
+    const std::lock_guard<std::mutex> lock(mutex_);
     if (ended_) return false;
     engine_.swap(engine);
     last_error_ = c10d::ErrorType::SUCCESS;
-    closing_.remove_if([](Closing& closing) {
-      if (!closing.done) return false;
-      closing.thread.join();
-      return true;
-    });
     if (!engine) return true;
-    closing_.emplace_back();
-    Closing& closing = closing_.back();
-    closing.thread = std::thread([old = std::move(engine), &done = closing.done]() mutable {
+    if (!closing_) closing_ = std::make_unique<Queue>();
+    closing_->submit([old = std::move(engine)]() mutable {
       try {
         old->finish();
-        old.reset();
       } catch (const std::exception&) {  // nobody uses this group any more
       }
-      done = true;
+      old.reset();
     });
     return true;
   }
@@ -74,40 +64,20 @@ class OpenGroup {
       interrupted = engine->finish();  // callbacks may still issue operations
       last_error_ = engine->error();
     }
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      ended_ = true;
-      engine_.reset();
-    }
-    join();
+    std::unique_ptr<Queue> closing;  // waits for former engines
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ended_ = true;
+    engine_.reset();
+    closing.swap(closing_);
     return interrupted;
   }
 
  private:
-  struct Closing {
-    std::thread thread;
-    std::atomic<bool> done{false};
-  };
-  void join() {
-    std::list<Closing> closing;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      closing.swap(closing_);
-    }
-    for (Closing& one : closing) {
-      if (fork_.in_child()) {  // the thread is the parent's
-        static_cast<void>(new std::thread(std::move(one.thread)));
-      } else {
-        one.thread.join();
-      }
-    }
-  }
-
   mutable std::mutex mutex_;
   const ForkGuard fork_{};
   std::shared_ptr<Engine> engine_;
   bool ended_ = false;
-  std::list<Closing> closing_;  ///< former engines
+  std::unique_ptr<Queue> closing_;  ///< closes former engines; null: there are none
   std::atomic<c10d::ErrorType> last_error_{c10d::ErrorType::SUCCESS};
 };
 

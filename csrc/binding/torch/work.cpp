@@ -18,16 +18,14 @@ void Work::end_group(const Interrupted& interrupted) {
   std::rethrow_exception(interrupted.cause);
 }
 
-void Work::run_what_is_queued(Milliseconds timeout) {
-  if (!Queue::inside_any()) return;
+Milliseconds Work::limit_in_callback(Milliseconds timeout) {
   const auto engine = engine_.lock();
-  if (!engine) return;
-  const auto done = [this] { return c10d::Work::isCompleted(); };
-  const WithoutGil without_gil;
-  if (!engine->runs_here()) return engine->wait_from_another(done, timeout);
-  if (engine->run_until(done, timeout) || timeout.count() > 0) return;
-  raise(describe() +
-        " cannot be waited for here: this is a callback on the thread that would complete it");
+  if (!engine || c10d::Work::isCompleted()) return timeout;
+  if (engine->runs_here())
+    raise(describe() +
+          " cannot be waited for here: this is a callback on the thread that would complete it; "
+          "wait outside of the callback, or chain it with then()");
+  return timeout.count() > 0 ? timeout : engine->comm().timeout();
 }
 
 void Work::abort() {

@@ -88,7 +88,6 @@ class Work : public c10d::Work {
     future_->markCompleted(value_);
   }
   void fail(const std::exception_ptr& error) {
-    late_ = error_type(error) == c10d::ErrorType::TIMEOUT;
     if (!future_) return finish(as_python(error));
     future_->setError(as_python(error));
   }
@@ -104,19 +103,6 @@ class Work : public c10d::Work {
   }
 
   intrusive_ptr<Future> getFuture() override { return ended(); }
-  /// The future holds a c10d::WorkResult as an integer, and never an error.
-  intrusive_ptr<Future> getFutureResult() override {
-    auto result = c10::make_intrusive<Future>(c10::IntType::get());
-    auto self = intrusive_ptr<Work>::unsafe_reclaim_from_nonowning(this);
-    ended()->addCallback([result, self](Future& done) {
-      const auto how = !done.hasError() ? c10d::WorkResult::SUCCESS
-                       : self->late_    ? c10d::WorkResult::TIMEOUT
-                                        : c10d::WorkResult::COMM_ERROR;
-      result->markCompleted(static_cast<int64_t>(how));
-    });
-    return result;
-  }
-
   // The future decides: a thread that waited for it must find the work complete too.
   bool isCompleted() override { return future_ ? future_->completed() : c10d::Work::isCompleted(); }
   bool isSuccess() const override {
@@ -128,14 +114,13 @@ class Work : public c10d::Work {
   }
   std::vector<at::Tensor> result() override { return outputs_; }
 
-  /// A timeout ends this wait, not the operation. In a callback, which runs on the thread that also
-  /// runs later operations, these are run meanwhile.
+  /// A timeout ends this wait, not the operation.
   bool wait(Milliseconds timeout = kNoTimeout) override {
     if (fork_.in_child())
       raise(describe() +
             " was issued by the parent of this forked child, and "
             "only the parent can wait for it");
-    run_what_is_queued(timeout);
+    if (Queue::inside_any()) timeout = limit_in_callback(timeout);
     return ending_group_if_interrupted([&] { return wait_until_complete(timeout); });
   }
   // For CPU tensors the caller is the stream.
@@ -213,12 +198,14 @@ class Work : public c10d::Work {
   }
 
   const ForkGuard fork_{};
-  void run_what_is_queued(Milliseconds timeout);
+  /// Returns how long a wait in a callback may last: callbacks of two groups may wait for each
+  /// other. Throws Error if the thread that it is on would complete this work.
+  Milliseconds limit_in_callback(Milliseconds timeout);
   const char* name_;
   uint64_t seq_;
   Tensors outputs_;
   uint64_t noted_ = 0;
-  bool finite_ = false, late_ = false;
+  bool finite_ = false;
   c10::IValue value_;
   intrusive_ptr<Future> future_;
 };
@@ -301,25 +288,6 @@ class CoalescedWork final : public c10d::Work {
     for (const WorkPtr& work : works_) work->abort();
   }
   uint64_t getSequencenumber() const override { return works_.back()->getSequencenumber(); }
-  intrusive_ptr<Future> getFuture() override {
-    std::vector<c10::Device> devices;
-    for (const at::Tensor& t : result())
-      if (!t.is_cpu()) devices.push_back(t.device());
-    auto all = future_of_tensors(devices);
-    auto left = std::make_shared<std::atomic<size_t>>(works_.size());
-    auto self = intrusive_ptr<CoalescedWork>::unsafe_reclaim_from_nonowning(this);
-    for (const WorkPtr& work : works_) {
-      work->getFuture()->addCallback([self, all, left](Future&) {
-        if (--*left > 0) return;
-        if (const auto error = self->exception()) {
-          all->setError(error);
-        } else {
-          all->markCompleted(self->result());
-        }
-      });
-    }
-    return all;
-  }
 
  private:
   std::vector<WorkPtr> works_;  ///< at least one, in the order of issue

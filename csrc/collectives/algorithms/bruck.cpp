@@ -1,4 +1,4 @@
-#include "collectives/algorithms/bruck.h"
+#include "collectives/algorithms/algorithms.h"
 
 namespace pycomm::bruck {
 namespace {

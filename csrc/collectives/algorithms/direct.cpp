@@ -1,7 +1,6 @@
-#include "collectives/algorithms/direct.h"
-
 #include <memory>
 
+#include "collectives/algorithms/algorithms.h"
 #include "collectives/common/schedule.h"
 
 namespace pycomm::direct {

@@ -1,8 +1,7 @@
-#include "collectives/algorithms/hierarchical.h"
-
 #include <cstring>
 #include <memory>
 
+#include "collectives/algorithms/algorithms.h"
 #include "collectives/algorithms/dispatch.h"
 #include "collectives/algorithms/rails.h"
 

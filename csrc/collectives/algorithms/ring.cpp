@@ -1,8 +1,7 @@
-#include "collectives/algorithms/ring.h"
-
 #include <cstring>
 #include <memory>
 
+#include "collectives/algorithms/algorithms.h"
 #include "collectives/common/schedule.h"
 
 namespace pycomm::ring {
@@ -67,7 +66,8 @@ void reduce_around(CollectiveContext& context, const Loop& loop, const Fold& fol
     context.wait(left, arrival.ticket);
     uint8_t* own = arrival.place.data;
     const Fold step = arrival.step == last ? fold.last(n) : fold.between();
-    join(step, slot(i), own, own, arrival.place.size / size_of(fold.dtype));
+    const void* parts[] = {slot(i), own};
+    step(parts, 2, own, arrival.place.size / size_of(fold.dtype));
     if (arrival.step < last || forward) send(context, arrival.place);
     if (i + kReceivesAhead < incoming.size()) receive(i + kReceivesAhead);
   }

@@ -1,5 +1,4 @@
-#include "collectives/algorithms/tree.h"
-
+#include "collectives/algorithms/algorithms.h"
 #include "collectives/common/schedule.h"
 
 namespace pycomm::tree {

@@ -2,48 +2,36 @@
 
 #include "collectives/algorithms/dispatch.h"
 #include "collectives/algorithms/rails.h"
-#include "collectives/coded/nodes.h"
-#include "collectives/coded/one_shot.h"
+#include "collectives/coded/channels.h"
 #include "collectives/coded/two_shot.h"
+#include "core/crc32c.h"
 #include "core/reduce.h"
 
 namespace pycomm::coded {
 namespace {
 
-// FNV-1a (Fowler, Noll, Vo), 64 bits.
-class Hash {
- public:
-  void add(const void* data, size_t bytes) {
-    for (size_t i = 0; i < bytes; i++) {
-      value_ = (value_ ^ static_cast<const uint8_t*>(data)[i]) * 0x100000001b3ull;
-    }
-  }
-  void add(uint64_t x) { add(&x, sizeof x); }
-  uint32_t value() const { return static_cast<uint32_t>(value_ ^ value_ >> 32); }
-
- private:
-  uint64_t value_ = 0xcbf29ce484222325ull;
-};
-
 uint32_t signature(const CodedArgs& args) {
-  Hash hash;
+  uint32_t hash = 0;
+  const auto add = [&hash](const void* data, size_t bytes) {
+    hash = crc32c({static_cast<const uint8_t*>(data), bytes}, hash);
+  };
+  const auto add_number = [&add](uint64_t x) { add(&x, sizeof x); };
   const Codec* last = nullptr;
   for (const Piece& p : args.pieces) {
     if (p.codec != last) {
       const std::string spec = p.codec->spec();
-      hash.add(spec.data(), spec.size());
-      hash.add(static_cast<uint64_t>(p.codec->wire_version()));
+      add(spec.data(), spec.size());
+      add_number(static_cast<uint64_t>(p.codec->wire_version()));
       last = p.codec;
     }
-    hash.add(p.numel);
-    hash.add(p.tensor);
+    add_number(p.numel);
+    add_number(p.tensor);
   }
-  hash.add(args.average);
-  hash.add(args.seed);
-  hash.add(args.step);
-  if (!args.owner_residuals) hash.add(1);
-  const uint32_t value = hash.value();
-  return value ? value : 1;
+  add_number(args.average);
+  add_number(args.seed);
+  add_number(args.step);
+  add_number(args.owner_residuals);
+  return hash ? hash : 1;
 }
 
 }  // namespace
@@ -55,10 +43,6 @@ void check(const char* op, const CodedArgs& args, size_t rows) {
   };
   for (size_t i = 0; i < args.pieces.size; i++) {
     const Piece& p = args.pieces[i];
-    if (p.offset != end) {
-      fail(i, "starts at " + std::to_string(p.offset) + ", but the one before it ends at " +
-                  std::to_string(end) + "; pieces must follow each other without gaps");
-    }
     if (!p.codec) fail(i, "has no codec");
     for (const feedback::Memory& m : {p.worker.error, p.worker.momentum, p.owner.error}) {
       if (!m.old != !m.fresh) {
@@ -105,6 +89,64 @@ uint64_t hop_seed(uint64_t seed, int rank) {
   return z ^ (z >> 31);
 }
 
+// ------------------------------------------------------------------ one shot or two
+
+namespace {
+
+/// Seconds to encode or to decode a value, of the slower codecs on one core.
+constexpr double kCode = 0.8e-9;
+
+struct Decision {
+  bool one_shot;
+  std::string why;
+};
+
+/// Decides if `values` of an operation go in one shot: if `wanted` says so, else if ranks are far
+/// from each other and it takes less time. Never with a codec whose payloads all ranks get anyway,
+/// nor where an owner may have a residual, which other ranks do not know. Equal on all ranks.
+Decision decide(const CodedArgs& args, const PieceRuns& values, Algo wanted, int ranks,
+                const Speed& speed) {
+  size_t numel = 0, payload = 0;
+  for (const PieceRun& run : values) {
+    const Codec& codec = *args.pieces[run.piece].codec;
+    if (codec.combine() == Combine::gather) {
+      return {false,
+              "payloads of " + std::string(codec.name()) + " go to all ranks, which sum them"};
+    }
+    numel += run.numel;
+    payload += codec.encoded_bytes(run.numel);
+  }
+  if (args.owner_residuals) return {false, "owners may have residuals"};
+  if (ranks < 2) return {false, "there is one rank"};
+  if (wanted == Algo::two_shot || wanted == Algo::one_shot) {
+    return {wanted == Algo::one_shot, "it was asked for"};
+  }
+  if (speed.way == 0) return {false, "ranks are near each other"};
+  const ShotCosts costs = shot_costs(numel, payload, ranks, speed);
+  return {costs.one < costs.two,
+          time_text(costs.one) + " in one shot, " + time_text(costs.two) + " in two"};
+}
+
+}  // namespace
+
+// A rank encodes what it contributes and decodes the result. As an owner of one part of n it also
+// decodes n contributions to that part, and encodes their sum; in one shot it does so for all.
+// Coding and sending overlap, but where no rate is known the link may be too fast to hide any work.
+ShotCosts shot_costs(size_t values, size_t payload, int ranks, const Speed& speed) {
+  const double n = ranks, code = kCode * static_cast<double>(values);
+  const double work_one = (2 + n + 1) * code, work_two = (2 + (n + 1) / n) * code;
+  const double byte = speed.byte * static_cast<double>(payload);
+  double one = (n - 1) * byte, two = 2 * (n - 1) / n * byte;
+  if (speed.shared == 0) return {speed.way + (one - two) + work_one, 2 * speed.way + work_two};
+  two = std::min(two, speed.shared * byte);
+  return {speed.way + std::max(one, work_one), 2 * speed.way + std::max(two, work_two)};
+}
+
+std::string explain(const CodedArgs& args, Algo wanted, int ranks, const Speed& speed) {
+  const Decision found = decide(args, values_of(args.pieces), wanted, ranks, speed);
+  return std::string(found.one_shot ? "one_shot: " : "two_shot: ") + found.why;
+}
+
 // ------------------------------------------------------------------ operations over channels
 
 namespace {
@@ -124,7 +166,7 @@ bool exchange(CollectiveContext& context, const CodedArgs& args, void* out, Chan
 
 bool flat(CollectiveContext& context, Algo wanted, const CodedArgs& args, const PieceRuns& values,
           int divisor) {
-  const bool one_shot = goes_in_one_shot(args, values, wanted, context.size(), context.speed());
+  const bool one_shot = decide(args, values, wanted, context.size(), context.speed()).one_shot;
   if (context.is_group()) context.note_algo(one_shot ? "one_shot" : "two_shot");
   const Speed shown_at = one_shot ? Speed() : context.speed();
   const Plan plan =
@@ -147,11 +189,92 @@ bool all_agree(CollectiveContext& context, bool finite) {
 // sum, in coded all-reduces between the nodes. A node has the role of a rank in the coding: its
 // residual lies on the rank that has coded the shard.
 
+/// The exchange of ranks whose nodes share memory, each rank at a place of its node. The rank
+/// at each place has a shard of the bucket, which it exchanges with the ranks at its place in other
+/// nodes; a node has the role of a rank in the coding. Segment by segment, the ranks of a node make
+/// the node's exact sum of what they encode, and show each other the payloads of results. All ranks
+/// of a node do this in one order: first all sums, then the results of their own chunks, then those
+/// of the others.
+class Nodes final : public Channels {
+ public:
+  Nodes(CollectiveContext& rail, Node& node, const Topology& topology, const Plan& plan,
+        const CodedArgs& args);
+
+  void make(int owner, size_t s) override;
+  bool has(Shot shot, int rank, size_t s) override;
+  Span<const Received> get_places(int owner, size_t s) override;
+
+ private:
+  Node& node_;
+  const Topology& topology_;
+  const Plan& plan_;
+  const CodedArgs& args_;
+  std::vector<uint8_t> arrivals_;  ///< payloads of the other places
+  std::vector<Received> results_;
+  std::vector<std::pair<int, size_t>> order_;  ///< of results: owners and segments
+  size_t turn_ = 0;
+};
+
+Nodes::Nodes(CollectiveContext& rail, Node& node, const Topology& topology, const Plan& plan,
+             const CodedArgs& args)
+    : Channels(rail, plan), node_(node), topology_(topology), plan_(plan), args_(args) {
+  size_t most = 0;
+  for (const BucketLayout& place : plan.places) most = std::max(most, place.most_bytes());
+  arrivals_.resize(most * plan.places.size());
+  for (size_t s = 0; s < plan.count(rank()); s++) order_.emplace_back(rank(), s);
+  for (size_t s = 0; s < plan.most(); s++) {
+    for (int i = 1; i < size(); i++) {
+      if (s < plan.count(after(i))) order_.emplace_back(after(i), s);
+    }
+  }
+}
+
+void Nodes::make(int owner, size_t s) {
+  std::vector<ConstPart> parts(static_cast<size_t>(node_.size()));
+  for (size_t p = 0; p < plan_.places.size(); p++) {
+    const BucketLayout& place = plan_.places[p];
+    if (s >= place.count(owner)) continue;
+    const Span<const PieceRun> runs = place.runs(place.at(owner, s));
+    parts[p] = {args_.data.at(args_.pieces[runs[0].piece].offset + runs[0].offset), numel_of(runs)};
+  }
+  void* const own = const_cast<void*>(parts[static_cast<size_t>(node_.place())].data);
+  node_.reduce_scatter(ConstParts(parts).of(sizeof(float)).aligned(), own,
+                       {DType::float32, ReduceOp::sum});
+}
+
+bool Nodes::has(Shot shot, int rank, size_t s) {
+  if (shot != Shot::result) return Channels::has(shot, rank, s);
+  if (turn_ == order_.size() || order_[turn_] != std::make_pair(rank, s)) return false;
+  return s >= plan_.owned.count(rank) || Channels::has(shot, rank, s);
+}
+
+Span<const Received> Nodes::get_places(int owner, size_t s) {
+  results_.clear();
+  std::vector<Part> parts;
+  uint8_t* place = arrivals_.data();
+  for (size_t p = 0; p < static_cast<size_t>(node_.size()); p++) {
+    const bool has = p < plan_.places.size() && s < plan_.places[p].count(owner);
+    parts.push_back({place, has ? plan_.places[p].at(owner, s).bytes : 0});
+    place += parts.back().numel;
+  }
+  const auto ours = static_cast<size_t>(node_.place());
+  if (parts[ours].numel > 0) {
+    parts[ours].data = const_cast<uint8_t*>(get(Shot::result, owner, s).data);
+  }
+  node_.all_gather(parts[ours].data, parts);
+  for (size_t p = 0; p < plan_.places.size(); p++) {
+    results_.push_back(
+        {{static_cast<uint8_t*>(parts[p].data), parts[p].numel}, topology_.node(owner)[p]});
+  }
+  turn_++;
+  return {results_.data(), results_.size()};
+}
+
 /// Ranks of a node wait for each other at each segment, so it has as many values as so many flat
 /// ones: 64 MiB as int4 over 1 Gbit/s took 176 ms on two busy cores with 1, 160 with 2, 106 with 4.
 constexpr size_t kSegmentsAtOnce = 4;
 
-/// Returns the plan by segments of the rank at a place (coded/nodes.h).
+/// Returns the plan by segments of the rank at a place.
 Plan plan_of_places(CollectiveContext& context, const CodedArgs& args, const PieceRuns& values,
                     int place) {
   const Topology& topology = context.topology();
@@ -199,7 +322,7 @@ bool by_nodes(CollectiveContext& context, Algo wanted, const CodedArgs& args,
   });
   bool finite;
   if (gathers || !node.shares_memory() || plan.most() <= 1 ||
-      goes_in_one_shot(args, values, wanted, topology.nodes(), context.speed())) {
+      decide(args, values, wanted, topology.nodes(), context.speed()).one_shot) {
     finite = in_turn(context, node, wanted, args, values);
   } else {
     const int place = node.place() < topology.narrowest() ? node.place() : 0;

@@ -11,8 +11,10 @@
 // owns it. There are two codings whatever the number of ranks: with v the relative squared error of
 // one, the result has about 2v (a ring that recodes at each hop has v(n+1)/2).
 //
-// Where no owner has a residual, any rank can be the owner of all (coded/one_shot.h): far ranks
-// then need one shot.
+// Where no owner has a residual, any rank can be the owner of all, and far ranks then need one
+// shot: every rank gets all contributions, sums them, and encodes and decodes the sum as its owner
+// would. That is one round in place of two, for more work, and from three ranks on for more bytes.
+// Results are the same.
 //
 // If a codec's combine is `gather`, there is no owner: every rank sends its encoded values to all,
 // which decode them in rank order and divide. docs/algorithms.md has the costs.
@@ -35,6 +37,17 @@ constexpr int kOwnerHop = -1;
 /// Returns the seed of the random numbers in what `rank` sends, or of owners. One step of
 /// splitmix64 (Steele, Lea, Flood 2014).
 PYCOMM_API uint64_t hop_seed(uint64_t seed, int rank);
+
+/// The costs of a coded all-reduce of ranks that are far from each other.
+struct ShotCosts {
+  double one, two;  ///< seconds
+};
+
+/// `payload` is the bytes of a rank's `values` encoded once. docs/algorithms.md has the formula.
+PYCOMM_API ShotCosts shot_costs(size_t values, size_t payload, int ranks, const Speed& speed);
+
+/// Returns whether an all-reduce goes in one shot or two, and why, in words.
+std::string explain(const CodedArgs& args, Algo wanted, int ranks, const Speed& speed);
 
 /// Runs an all_reduce, a reduce_scatter or an all_gather, as Communicator::run_coded says. Between
 /// nodes of several ranks an all-reduce is exact inside a node, then every rank codes a shard of

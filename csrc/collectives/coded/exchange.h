@@ -1,6 +1,6 @@
 // Exchange: how payloads move between the ranks of a coded operation. The schedule
 // (coded/two_shot.h) is the same for all: channels (coded/channels.h), between nodes too
-// (coded/nodes.h), memory that the kernels of peers read (device/coded.cpp), and the caller's
+// (coded/coded.cpp), memory that the kernels of peers read (device/coded.cpp), and the caller's
 // process group (binding/core/coded.cpp).
 #pragma once
 #include <functional>
@@ -17,7 +17,7 @@ struct Plan {
   bool gathers = true;    ///< owners send all ranks the result
   bool one_shot = false;  ///< of what is shown every rank makes the result, as its owner would
   /// What the ranks of our node have, by place, as `owned` is of ours: empty unless they work
-  /// together (coded/nodes.h). Some may have segments that we lack.
+  /// together (coded/coded.cpp). Some may have segments that we lack.
   std::vector<BucketLayout> places = {};
 
   /// Segments of an owner's chunk, here or at another place.

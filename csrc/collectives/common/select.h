@@ -1,6 +1,5 @@
-// Algorithm selection: which algorithm a collective over channels uses, and in which pieces it
-// travels. Every choice is a function of arguments that are equal on all ranks. docs/algorithms.md
-// has the same as a table.
+// What algorithms cost, and in which pieces a collective over channels travels. Every choice is a
+// function of arguments that are equal on all ranks. docs/algorithms.md has the same as a table.
 #pragma once
 #include <cstddef>
 #include <string>
@@ -47,18 +46,8 @@ struct Cost {
   double folded = 0;    ///< bytes that it reads to reduce or to copy
 };
 
-/// Throws Error if `algo` is no algorithm of the op.
-PYCOMM_API Cost cost(const Workload& call, Algo algo);
 PYCOMM_API double seconds(const Cost& cost, Medium medium, const Speed& speed = {});
 
-/// Returns the algorithm between equal ranks: never automatic, flat, direct or hierarchical.
-/// `wanted` is used if the op has it, whatever the order of its sums; else the cheapest one is
-/// chosen that keeps rank order.
-PYCOMM_API Algo select(const Workload& call, Algo wanted);
-
-/// Returns what select() takes and what each algorithm costs, in words: "bruck 31 us (one_shot 47
-/// us, ring 94 us)".
-std::string explain(const Workload& call, Algo wanted);
 /// Returns a time in words: "31 us", "1.5 ms".
 std::string time_text(double seconds);
 

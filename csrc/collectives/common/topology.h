@@ -2,8 +2,6 @@
 #pragma once
 #include <vector>
 
-#include "transports/rendezvous.h"
-
 namespace pycomm {
 
 class Topology {
@@ -29,11 +27,5 @@ class Topology {
   std::vector<int> node_;
   std::vector<int> place_;
 };
-
-/// Publishes this rank's value of agree_on_topology() with the next exchange
-/// (transports/rendezvous.h).
-void announce_node(const Rendezvous& rendezvous, int lowest);
-/// Agrees on the topology: every rank publishes the lowest rank of its node.
-Topology agree_on_topology(const Rendezvous& rendezvous, int lowest);
 
 }  // namespace pycomm

@@ -136,7 +136,10 @@ void DeviceGroup::run_coded(Op op, const CodedArgs& args, void* out, Stream stre
   coded::TwoShot(exchange, coder, plan).run();
   if (op == Op::reduce_scatter && found_inf) {  // tells all ranks what each owner knows
     const OpTag tag = make_tag(Op::all_reduce, 1, DType::float32, ReduceOp::max);
-    all_reduce(found_inf, tag, choose(sizeof(float)), 1.0, stream);
+    device::Runs flag{};
+    flag.data[0] = reinterpret_cast<uint8_t*>(found_inf);
+    flag.bytes[0] = sizeof(float);
+    reduce(tag, choose(sizeof(float)), flag, found_inf, 1.0, stream);
   }
   // Leaves no values in the result if a barrier has failed.
   const size_t rows = op == Op::all_gather ? static_cast<size_t>(size_) : 1;

@@ -4,12 +4,45 @@
 #include <chrono>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <thread>
 
 #include "core/reduce.h"
 #include "transports/rendezvous.h"
 
 namespace pycomm {
+
+namespace device {
+namespace {
+
+std::mutex mutex;
+
+/// Blocks in use, by GPU. It outlives all groups, also those that end with the process.
+std::map<int, int>& used() {
+  static auto* const used = new std::map<int, int>;
+  return *used;
+}
+
+}  // namespace
+
+BlockShare::BlockShare(int index, int room, int most) : index_(index) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  int& in_use = used()[index];
+  const int left = room - in_use;
+  count_ = std::max(1, std::min(most, in_use == 0 ? left : left / 2));
+  in_use += count_;
+}
+
+BlockShare::~BlockShare() { shrink(0); }
+
+void BlockShare::shrink(int count) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  used()[index_] -= count_ - count;
+  count_ = count;
+}
+
+}  // namespace device
+
 namespace {
 
 using device::ControlPage;
@@ -157,11 +190,20 @@ void DeviceGroup::spoil_if_broken(void* result, size_t bytes, float* found_inf, 
   device::start(call, blocks_for(bytes), stream);
 }
 
-void DeviceGroup::reduce(ReduceCall call, const OpTag& tag, double factor, Stream stream) {
+void DeviceGroup::reduce(const OpTag& tag, ReduceAlgo algo, const Runs& in, void* out,
+                         double factor, Stream stream) {
+  OpTag hashed = tag;
+  hashed.codec ^= static_cast<uint32_t>(algo);
   const Lowered lowered = lower(tag.dtype, tag.redop);
+  ReduceCall call{};
+  call.call = begin(hashed, stream);
+  call.in = in;
+  call.out = bytes_of(out);
+  call.algo = algo;
   call.op = lowered.op;
-  call.factor = tag.redop == ReduceOp::premul_sum ? factor : 1.0;
+  call.root = tag.root;
   call.divisor = size_;
+  call.factor = tag.redop == ReduceOp::premul_sum ? factor : 1.0;
   const device::Guard guard(index_);
   device::start(call, lowered.dtype, blocks_for(call.in.longest()), stream);
 }
@@ -218,11 +260,9 @@ std::exception_ptr DeviceGroup::kernel_error() const {
     late.push_back(r);
   }
   if (late.empty()) return nullptr;
-  std::string ranks;
-  for (const int r : late) ranks += (ranks.empty() ? "" : ", ") + std::to_string(r);
   return std::make_exception_ptr(
       Timeout("rank " + std::to_string(rank_) + ": " + called(first.seq) + " waited " +
-                  std::to_string(timeout_) + " ms for rank(s) " + ranks + " at its barrier " +
+                  std::to_string(timeout_) + " ms for " + rank_list(late) + " at its barrier " +
                   std::to_string(first.phase) + "; look at the logs of those ranks",
               late));
 }
@@ -276,19 +316,6 @@ void DeviceGroup::leave() noexcept {
 
 // -------------------------------------------------------------------------------- calls
 
-void DeviceGroup::all_reduce(void* data, const OpTag& tag, ReduceAlgo algo, double factor,
-                             Stream stream) {
-  OpTag hashed = tag;
-  hashed.codec = static_cast<uint32_t>(algo);
-  ReduceCall call{};
-  call.call = begin(hashed, stream);
-  call.algo = algo;
-  call.in = runs_of(ConstParts(data, tag.numel * size_of(tag.dtype)), 1);
-  call.out = bytes_of(data);
-  call.root = -1;
-  reduce(call, tag, factor, stream);
-}
-
 void DeviceGroup::run(const Collective& given, Stream stream, const std::string& algo) {
   const Collective call = given.checked(rank(), size());
   const std::string mismatch = call.own_mismatch(rank());
@@ -297,24 +324,17 @@ void DeviceGroup::run(const Collective& given, Stream stream, const std::string&
   if (call.op == Op::barrier) return arrive_wait(begin(tag, stream), stream);
   if (tag.numel == 0 && !sizes_differ(call.op)) return check();
   const int in_runs = call.has_in_parts() ? size() : 1;
-  if (call.op == Op::all_reduce) {
-    const bool chooses = algo == "auto", one_shot = algo == "one_shot";
-    if (!chooses && !one_shot && algo != "two_shot") {
+  if (call.reduces()) {
+    const bool one_shot = algo == "one_shot";
+    if (algo != "auto" && !one_shot && algo != "two_shot") {
       check(call.op).fail("has no algorithm \"" + algo +
                           "\" on a GPU; use one of auto, one_shot, two_shot");
     }
-    const ReduceAlgo asked = one_shot ? ReduceAlgo::one_shot : ReduceAlgo::two_shot;
-    return all_reduce(call.out.data(), tag, chooses ? choose(call.bytes(size())) : asked,
-                      call.factor, stream);
-  }
-  if (call.reduces()) {
-    ReduceCall reduction{};
-    reduction.call = begin(tag, stream);
-    reduction.algo = call.has_in_parts() ? ReduceAlgo::scatter : choose(call.bytes(size()));
-    reduction.in = runs_of(call.in, in_runs);
-    reduction.out = bytes_of(call.out.data());
-    reduction.root = call.root;
-    return reduce(reduction, tag, call.factor, stream);
+    const ReduceAlgo way = call.has_in_parts() ? ReduceAlgo::scatter
+                           : algo == "auto"    ? choose(call.bytes(size()))
+                           : one_shot          ? ReduceAlgo::one_shot
+                                               : ReduceAlgo::two_shot;
+    return reduce(tag, way, runs_of(call.in, in_runs), call.out.data(), call.factor, stream);
   }
   const bool at_root = rank_ == call.root;
   MoveCall moved{};

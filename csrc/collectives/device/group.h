@@ -18,7 +18,6 @@
 
 #include "collectives/common/collective.h"
 #include "collectives/common/options.h"
-#include "collectives/device/blocks.h"
 #include "collectives/device/calls.h"
 #include "collectives/group/failure.h"
 #include "core/device.h"
@@ -28,6 +27,35 @@
 #include "transports/store.h"
 
 namespace pycomm {
+
+namespace device {
+
+/// How many thread blocks the groups of a process may start on a GPU.
+///
+/// Kernels of ranks wait for each other, so they must run at once, and on each GPU groups may start
+/// theirs in another order: if the blocks of some groups fill it, those of another group would wait
+/// for blocks that wait for them. So all groups of a process share the capacity of a GPU, and a
+/// block that is given to one group is not given to another while the first lives.
+class PYCOMM_API BlockShare {
+ public:
+  /// Takes at most `most` blocks of `room` on GPU `index`. Groups after the first take at most half
+  /// of what is left, so that later ones find some, and at least 1: with none they could do
+  /// nothing.
+  BlockShare(int index, int room, int most);
+  ~BlockShare();
+  BlockShare(const BlockShare&) = delete;
+  BlockShare& operator=(const BlockShare&) = delete;
+
+  int count() const { return count_; }
+  /// Returns all blocks but `count`.
+  void shrink(int count);
+
+ private:
+  const int index_;
+  int count_;
+};
+
+}  // namespace device
 
 struct DeviceGroupOptions {
   std::string group = "default";  ///< unique in the store
@@ -71,8 +99,8 @@ class PYCOMM_API DeviceGroup {
   void set_timeout(Milliseconds timeout) { timeout_ = timeout.count(); }
 
   /// Runs a collective. Buffers are memory of our GPU. Bad arguments throw Error at once; all other
-  /// errors are reported by check(). `algo` of an all-reduce is "auto", "one_shot" or "two_shot".
-  /// Work queued after a barrier starts when all ranks have reached it.
+  /// errors are reported by check(). `algo` of a reduction without parts is "auto", "one_shot" or
+  /// "two_shot". Work queued after a barrier starts when all ranks have reached it.
   void run(const Collective& call, Stream stream, const std::string& algo = "auto");
 
   // Collectives with codecs; dtypes and pieces as those of Communicator. Feedback is of a kind that
@@ -110,9 +138,8 @@ class PYCOMM_API DeviceGroup {
   /// Begins an operation: checks the stream and the group, and gives the operation its number.
   device::DeviceCall begin(OpTag tag, Stream stream);
   void move(const device::MoveCall& call, int blocks, Stream stream);
-  void reduce(device::ReduceCall call, const OpTag& tag, double factor, Stream stream);
-  void all_reduce(void* data, const OpTag& tag, device::ReduceAlgo algo, double factor,
-                  Stream stream);
+  void reduce(const OpTag& tag, device::ReduceAlgo algo, const device::Runs& in, void* out,
+              double factor, Stream stream);
   device::ReduceAlgo choose(size_t bytes) const;
   /// Overwrites a result, and sets the flag, if an operation before has failed when the stream gets
   /// there.

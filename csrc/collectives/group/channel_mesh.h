@@ -48,7 +48,7 @@ class ChannelMesh {
   /// What is known of the network between the ranks.
   const Links& links() const { return links_between_; }
   /// True if ranks may be far from each other and have not told each other their round trips yet
-  /// (algorithms/round_trips.h). Equal on all ranks.
+  /// (Communicator does that). Equal on all ranks.
   bool lacks_round_trips() const { return may_be_far_ && !links_between_.has_round_trips(); }
   /// Returns the round trip to a rank in microseconds; 0 if it is ourselves or on our host.
   uint32_t round_trip(int rank) const;
@@ -172,8 +172,5 @@ class ChannelMesh {
   SharedRankState own_state_{};
   SharedRankState* rank_state_ = &own_state_;
 };
-
-/// "ranks 1, 2 and 3".
-std::string join(const std::vector<int>& ranks);
 
 }  // namespace pycomm

@@ -72,6 +72,28 @@ std::vector<int> near(const Rendezvous& rendezvous, const std::vector<int>& node
   return ranks;
 }
 
+constexpr char kNodeTopic[] = "node";
+
+// Agrees on the topology: every rank publishes the lowest rank of its node.
+Topology agree_on_topology(const Rendezvous& rendezvous, int lowest) {
+  const std::vector<std::string> words =
+      all_gather_values(rendezvous, kNodeTopic, all_ranks(rendezvous), std::to_string(lowest));
+  std::vector<int> first;
+  for (size_t r = 0; r < words.size(); r++) {
+    std::string_view rest = words[r];
+    double lowest = -1;
+    const bool number = take_decimal(rest, lowest) && rest.empty();
+    const int rank = static_cast<int>(r);
+    const bool known = number && lowest >= 0 && lowest <= rank;
+    first.push_back(known ? static_cast<int>(lowest) : rank);
+    if (known && first[static_cast<size_t>(first.back())] == first.back()) continue;
+    throw Error("rank " + std::to_string(rendezvous.rank) + ": rank " + std::to_string(rank) +
+                " says that the first rank of its node is \"" + words[r].substr(0, 40) +
+                "\", which is no such rank; install the same pycomm on all ranks");
+  }
+  return Topology(first);
+}
+
 constexpr char kLinkTopic[] = "link";
 // A store that answers in less than this is on our host or the next one. Of two ranks that are a
 // millisecond from each other, one is half of that or more from the store.
@@ -131,15 +153,6 @@ void bootstrap(const Rendezvous& rendezvous, const CommunicatorOptions& options,
 }
 
 }  // namespace
-
-std::string join(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size(); i++) {
-    if (i > 0) text += i + 1 == ranks.size() ? " and " : ", ";
-    text += std::to_string(ranks[i]);
-  }
-  return text;
-}
 
 ChannelMesh::ChannelMesh(Rendezvous rendezvous, const CommunicatorOptions& options,
                          Failure& failure)
@@ -202,7 +215,7 @@ void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOption
   const bool one_node = window_ && window_->size() == size_;
   const int lowest = window_ ? window_->member(0) : rank_;
   const bool alone_on_hosts = wanted == "tcp" || hosts_differ(rendezvous);
-  if (!alone_on_hosts && !one_node) announce_node(rendezvous, lowest);
+  if (!alone_on_hosts && !one_node) announce(rendezvous, kNodeTopic, std::to_string(lowest));
   if (wanted == "tcp" || (mixed && !unreached().empty())) {
     add(tcp.make(rendezvous, unreached(), rank_state_));
   }
@@ -212,7 +225,7 @@ void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOption
   const std::vector<int> lost = unreached();
   if (!lost.empty()) {
     throw Error("rank " + std::to_string(rank_) + ": transport \"" + wanted + "\" does not reach " +
-                join(lost) + "; use transport \"auto\"");
+                rank_list(lost) + "; use transport \"auto\"");
   }
   if (alone_on_hosts) {
     topology_ = Topology(all_ranks(rendezvous));

@@ -10,6 +10,20 @@
 #include "core/notice.h"
 
 namespace pycomm {
+
+std::string rank_list(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size();) {
+    size_t end = i + 1;
+    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) end++;
+    if (i > 0) text += ", ";
+    text += std::to_string(ranks[i]);
+    if (end - i > 1) text += "-" + std::to_string(ranks[end - 1]);
+    i = end;
+  }
+  return text;
+}
+
 namespace {
 
 // State of every rank, relative to the collective that most ranks are in, in a few lines: ranks in
@@ -119,20 +133,6 @@ std::string state_of(const PeerStatus& status) {
   if (rank_state.completed == 0) return now + ", nothing completed";
   return now + ", last completed " + name(rank_state.completed_op) + " #" +
          std::to_string(rank_state.completed);
-}
-
-/// Formats ranks, given in order, as "ranks 0-2, 4".
-std::string rank_list(const std::vector<int>& ranks) {
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size();) {
-    size_t end = i + 1;
-    while (end < ranks.size() && ranks[end] == ranks[end - 1] + 1) end++;
-    if (i > 0) text += ", ";
-    text += std::to_string(ranks[i]);
-    if (end - i > 1) text += "-" + std::to_string(ranks[end - 1]);
-    i = end;
-  }
-  return text;
 }
 
 /// Lines that each begin with "

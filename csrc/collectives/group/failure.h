@@ -19,6 +19,7 @@
 #include <functional>
 #include <mutex>
 #include <string>
+#include <vector>
 
 #include "core/error.h"
 #include "core/op.h"
@@ -56,6 +57,9 @@ class Failure {
   std::exception_ptr first_;
   std::string added_;  ///< to what rethrow_in() throws, on this rank only
 };
+
+/// Formats ranks, given in order, as "ranks 0-2, 4".
+std::string rank_list(const std::vector<int>& ranks);
 
 /// State of every rank, one line each. Any thread.
 std::string describe_ranks(ChannelMesh& mesh);

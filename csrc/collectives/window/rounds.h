@@ -1,5 +1,5 @@
 // Building blocks of collectives over a Window: the pattern that most of them share, the pieces in
-// which buffers travel, and the fold. This is a part of shared.cpp and in_place.cpp.
+// which buffers travel, and the fold. This is a part of shared.cpp.
 //
 //   rounds()   put our piece, post, wait for the others, take theirs. One stage per round; puts run
 //              kAhead rounds ahead, so that waits rarely block.
@@ -63,13 +63,14 @@ struct PartCuts {
   }
 };
 
-/// A slot cut into an area for each peer, none for ourselves.
+/// A slot cut into an area for each peer, none for ourselves, or one area if a single rank reads.
 struct Areas {
-  explicit Areas(const Window& window, size_t bytes = kSlotBytes)
-      : ranks(window.size()),
+  explicit Areas(const Window& window, size_t bytes = kSlotBytes, bool to_one = false)
+      : ranks(to_one ? 2 : window.size()),
         each(bytes / static_cast<size_t>(std::max(1, ranks - 1)) / kGrain * kGrain) {}
   /// Offset of the area that `from` writes and `to` reads.
   size_t offset(int from, int to) const {
+    if (ranks == 2) return 0;
     return each * static_cast<size_t>(to > from ? to - from - 1 : to - from - 1 + ranks);
   }
   int ranks;

@@ -1,10 +1,155 @@
 #include "collectives/window/shared.h"
 
-#include "collectives/window/in_place.h"
+#include "collectives/window/rounds.h"
 #include "core/error.h"
 
 namespace pycomm::shared {
 namespace {
+
+// ------------------------------------------------------------------ in place
+
+// In-place collectives: every rank reads the others' data where they lie, and each byte is copied
+// once. The data are in the heaps of their ranks (transports/shm/heap.h), where an all_reduce also
+// writes, or in ordinary memory of other processes, which the kernel reads for us
+// (transports/shm/cma.h) where that beats the two copies through staging.
+//
+// Callers have completed the first stage, so all inputs are there; each function ends when all
+// ranks are done with each other's memory. Results have the same bits as those through staging: an
+// element has one owner, which folds in rank order.
+//
+// A rank that is stopped in the middle may continue after the others have given up. What it reads
+// then is discarded, since Window::end() throws; what it writes reaches no rank, since a rank that
+// gives up reclaims its buffer first (SharedHeap::take_back).
+namespace in_place {
+
+// Sizes from which reading beats staging, measured on two cores with both ways in turn (float32, 64
+// KiB to 64 MiB, time of staging divided by that of reading). Two ranks: 0.4 to 1.04 below, 1.01 to
+// 2.5 from here on; an all_reduce, which reads what the other core has just written, 0.63 to 0.68
+// up to 1 MiB, 0.84 to 0.89 at 2 MiB, 1.18 to 1.30 at 4 MiB. Three and four ranks, more than cores:
+// from run to run 0.67 to 1.8, so they stay in staging but for two: reduce_scatter (1.16 to 1.9
+// from here on) and parts (all_to_all 1.0 to 1.4; scatter and gather mostly above 1, gather of
+// three ranks 0.8 to 1.1).
+constexpr size_t kNever = SIZE_MAX;
+constexpr size_t all_reduce_from(int ranks) { return ranks == 2 ? size_t{3} << 20 : kNever; }
+/// Returns the bytes of all parts from which a reduce_scatter reads.
+constexpr size_t reduce_scatter_from(int ranks) { return size_t{ranks == 2 ? 512u : 16384u} << 10; }
+/// Returns the bytes of a part from which an all_gather reads.
+constexpr size_t all_gather_from(int ranks) { return ranks == 2 ? size_t{256} << 10 : kNever; }
+constexpr size_t broadcast_from(int ranks) { return ranks == 2 ? size_t{512} << 10 : kNever; }
+/// Bytes of a part of all_to_all, gather and scatter, with any number of ranks.
+constexpr size_t kPartFrom = size_t{256} << 10;
+
+/// Bytes that are folded before they are copied to all others: they are still in the first-level
+/// cache then.
+constexpr size_t kStep = size_t{16} << 10;
+
+/// Returns the chunk of the buffer that each rank folds.
+Slicing chunks_of(const Window& window, size_t bytes) {
+  const size_t unit = kGrain * window.size();
+  return {bytes, (bytes + unit - 1) / unit * kGrain};
+}
+
+/// Reads the same range of all other ranks piece by piece and folds it. Pieces go through our
+/// staging memory, which no rank reads since the first stage is complete, and stay in cache.
+class PeerReducer {
+ public:
+  PeerReducer(Window& window, Reducer& reducer, const Places& in)
+      : window_(window), reducer_(reducer), in_(in) {
+    const auto others = static_cast<size_t>(std::max(1, window.size() - 1));
+    piece_ = std::min(kSlotBytes, kStagingBytes / others / kGrain * kGrain);
+  }
+
+  /// The range is `bytes` at `offset` of all peers' data, at `own` of ours.
+  void run(size_t offset, const void* own, size_t bytes, void* out) {
+    const int me = window_.rank();
+    const Slicing cut{bytes, piece_};
+    for (size_t i = 0; i < cut.count(); i++) {
+      for (int k = 1; k < window_.size(); k++) {
+        in_.read(window_.peer(k), offset + cut.begin(i), scratch(k), cut.size(i));
+      }
+      reducer_.run(
+          at(own, cut.begin(i)),
+          [&](int r) { return scratch(r > me ? r - me : r - me + window_.size()); }, cut.size(i),
+          at(out, cut.begin(i)));
+    }
+  }
+
+ private:
+  /// Staging memory for the k-th rank after us.
+  uint8_t* scratch(int k) const { return window_.staging(window_.rank(), 0) + (k - 1) * piece_; }
+
+  Window& window_;
+  Reducer& reducer_;
+  const Places& in_;
+  size_t piece_;
+};
+
+/// Reduces `bytes` at `offset` of all ranks' data, at `own` of ours.
+void reduce_range(Window& window, Reducer& reducer, const Places& in, size_t offset,
+                  const void* own, size_t bytes, void* out) {
+  if (!in.in_heaps()) return PeerReducer(window, reducer, in).run(offset, own, bytes, out);
+  reducer.run(own, [&](int r) { return in[r] + offset; }, bytes, out);
+}
+
+// Every rank writes its own memory alone. The whole chunk is read at once: blocks of 128 KiB to 2
+// MiB, read by the others while they are in cache, were slower from 16 MiB on (at 64 MiB by up to
+// 2.3) and no faster by more than noise below, since ranks then wait for each other more often.
+void all_reduce_by_reading(Window& window, Reducer& reducer, const Places& data, void* own,
+                           size_t bytes) {
+  const int me = window.rank();
+  const Slicing chunks = chunks_of(window, bytes);
+  uint8_t* mine = at(own, chunks.begin(me));
+  reduce_range(window, reducer, data, chunks.begin(me), mine, chunks.size(me), mine);
+  barrier(window);
+  for (int k = 1; k < window.size(); k++) {
+    const int rank = window.peer(k);
+    data.read(rank, chunks.begin(rank), at(own, chunks.begin(rank)), chunks.size(rank));
+  }
+  barrier(window);
+}
+
+/// Reduces the `bytes` of all ranks in place; ours are at `own`.
+void all_reduce(Window& window, Reducer& reducer, const Places& data, void* own, size_t bytes) {
+  if (!data.in_heaps()) return all_reduce_by_reading(window, reducer, data, own, bytes);
+  const int me = window.rank(), ranks = window.size();
+  const Slicing chunks = chunks_of(window, bytes);
+  const size_t begin = chunks.begin(me), end = chunks.begin(me + 1);
+  for (size_t i = begin; i < end; i += kStep) {
+    const size_t size = std::min(kStep, end - i);
+    uint8_t* mine = data[me] + i;
+    uint8_t* next = ranks > 1 ? data[window.peer(1)] + i : nullptr;
+    reducer.run(mine, [&](int r) { return data[r] + i; }, size, mine, next);
+    for (int k = 2; k < ranks; k++) std::memcpy(data[window.peer(k)] + i, mine, size);
+  }
+  barrier(window);
+}
+
+/// Reduces our part of all ranks' data, which lies at `offset` there; of our own data it is `own`.
+void reduce_scatter(Window& window, Reducer& reducer, const Places& in, Span<const uint8_t> own,
+                    size_t offset, void* out) {
+  reduce_range(window, reducer, in, offset, own.data, own.size, out);
+  barrier(window);
+}
+
+/// Gathers each rank's `in`, which has the size of its part of `out`; ours is at `own`.
+void all_gather(Window& window, const Places& in, const void* own, const Parts& out) {
+  for (int k = 1; k < window.size(); k++) {
+    const int rank = window.peer(k);
+    in.read(rank, 0, out[rank].data, out.bytes(rank));
+  }
+  copy_bytes(out[window.rank()].data, own, out.bytes(window.rank()));
+  barrier(window);
+}
+
+/// Copies the root's data, which lie at `place`.
+void broadcast(Window& window, int root, uint64_t place, void* data, size_t bytes) {
+  if (window.rank() != root) window.read(root, place, 0, data, bytes);
+  barrier(window);
+}
+
+}  // namespace in_place
+
+// ------------------------------------------------------------------ through staging
 
 /// Size up to which every rank reduces everything itself. Two ranks read as much of each other's
 /// memory that way as by TwoShot, with half the stages.
@@ -196,9 +341,7 @@ void reduce_scatter(Window& window, const Collective& call) {
 /// slot.
 struct SlotHeader {
   uint64_t bytes;
-  uint64_t place;   ///< of the part if it is read directly, or 0
-  uint32_t offset;  ///< of the part in the slot otherwise
-  uint32_t area;    ///< bytes per round
+  uint64_t place;  ///< of the part if it is read directly, or 0
 };
 
 /// Values that a rank publishes to all, beside the flag of that slot.
@@ -217,31 +360,35 @@ struct Availability {
                      std::to_string(sent) + " bytes of " + describe(theirs));
 }
 
-/// Exchange of parts: every rank sends every other a part of a size that only these two know. A
-/// sender's slots are divided among the ranks to which it sends anything.
+/// Exchange of parts: every rank sends every other a part of a size that only these two know; in a
+/// gather only one rank gets anything.
 class PartExchange {
  public:
   PartExchange(Window& window, const OpTag& tag, const ConstParts& in, const Parts& out)
-      : window_(window), tag_(tag), in_(in), out_(out), me_(window.rank()) {
-    size_t readers = 0, most = 0;
+      : window_(window),
+        tag_(tag),
+        in_(in),
+        out_(out),
+        me_(window.rank()),
+        areas_(window, kSlotBytes - slot_headers_bytes(), tag.op == Op::gather) {
+    size_t most = 0;
     for (int r = 0; r < window.size(); r++) {
       if (r == me_) continue;
       // Only with staging can a part be received where another is sent from.
       const bool same = in_[r].data == out_[r].data;
       place_[r] = same ? 0 : Shown{in_[r].data, in_.bytes(r), in_place::kPartFrom}.place(window);
       availability_.in_place |= place_[r] != 0;
-      if (!staged(r)) continue;
-      readers += 1;
-      most = std::max(most, in_.bytes(r));
+      if (staged(r)) most = std::max(most, in_.bytes(r));
     }
-    area_ = (kSlotBytes - slot_headers_bytes()) / std::max<size_t>(1, readers) / kGrain * kGrain;
-    availability_.rounds = std::max<size_t>(1, Slicing{most, area_}.count());
+    availability_.rounds = std::max<size_t>(1, Slicing{most, areas_.each}.count());
   }
 
   void run() {
     const uint32_t round = window_.claim(1);
     uint8_t* staging = window_.staging(me_, round);
-    write_letters(staging);
+    for (int r = 0; r < window_.size(); r++) {
+      if (r != me_) slot_headers(staging)[r] = {in_.bytes(r), place_[r]};
+    }
     put(0, staging);
     std::memcpy(window_.payload(), &availability_, sizeof availability_);
     const uint32_t stage = window_.post();
@@ -271,15 +418,6 @@ class PartExchange {
     return reinterpret_cast<SlotHeader*>(staging + kSlotBytes - slot_headers_bytes());
   }
 
-  void write_letters(uint8_t* staging) const {
-    uint32_t offset = 0;
-    for (int k = 1; k < window_.size(); k++) {
-      const int rank = window_.peer(k);
-      slot_headers(staging)[rank] = {in_.bytes(rank), place_[rank], offset,
-                                     static_cast<uint32_t>(area_)};
-      if (staged(rank)) offset += static_cast<uint32_t>(area_);
-    }
-  }
   /// Returns the combined availability of all ranks.
   Availability read_slot_headers(uint32_t round, uint32_t stage) {
     Availability all = availability_;
@@ -301,9 +439,8 @@ class PartExchange {
     for (int k = 1; k < window_.size(); k++) {
       const int rank = window_.peer(k);
       if (!staged(rank)) continue;
-      const Span<const uint8_t> piece = Slicing{in_.bytes(rank), area_}.of(in_[rank], i);
-      copy_bytes(staging, piece.data, piece.size);
-      staging += area_;
+      const Span<const uint8_t> piece = Slicing{in_.bytes(rank), areas_.each}.of(in_[rank], i);
+      copy_bytes(staging + areas_.offset(me_, rank), piece.data, piece.size);
       window_.count_sent(piece.size);
     }
   }
@@ -311,8 +448,8 @@ class PartExchange {
     for (int k = 1; k < window_.size(); k++) {
       const int rank = window_.peer(k);
       if (from_[rank].place) continue;
-      const Span<uint8_t> piece = Slicing{out_.bytes(rank), from_[rank].area}.of(out_[rank], i);
-      copy_bytes(piece.data, window_.staging(rank, round) + from_[rank].offset, piece.size);
+      const Span<uint8_t> piece = Slicing{out_.bytes(rank), areas_.each}.of(out_[rank], i);
+      copy_bytes(piece.data, window_.staging(rank, round) + areas_.offset(rank, me_), piece.size);
     }
   }
 
@@ -321,7 +458,7 @@ class PartExchange {
   const ConstParts in_;
   const Parts out_;
   int me_;
-  size_t area_;
+  const Areas areas_;
   Availability availability_ = {};
   uint64_t place_[kMaxRanks];  ///< of our part for each rank
   SlotHeader from_[kMaxRanks];

@@ -9,8 +9,7 @@ namespace pycomm::shared {
 
 /// Runs a call whose parts know the bytes of their elements. All ranks of the window's group make
 /// it with an equal tag; a tag that differs throws WireMismatch on every rank. A rank that does not
-/// call throws Timeout with its number. Contributions to a premul_sum are scaled already
-/// (contribution.h).
+/// call throws Timeout with its number. Contributions to a premul_sum are scaled already.
 PYCOMM_API void run(Window& window, const OpTag& tag, const Collective& call, Deadline deadline);
 
 }  // namespace pycomm::shared

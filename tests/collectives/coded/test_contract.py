@@ -17,7 +17,7 @@ import torch
 import pycomm
 from pycomm import _test
 from pycomm.codecs import RandomKey
-from pycomm.straggler.compare import compare, rank_stats
+from pycomm.straggler import compare, rank_stats
 from tests.collectives.coded import test_nodes, test_shards
 from tests.collectives.coded.test_collectives import SEED, TENSORS, check, reduce_once
 from tests.collectives.test_hierarchical import NODES, options

@@ -485,7 +485,6 @@ def test_numbers_of_numpy_are_numbers(rank, size):
             {},
             "--csv /etc/passwd holds no rows of this benchmark",
         ),
-        (["pycomm.run", "--seed", "-1", "--codec", "int8", __file__], {}, "seed=-1 is invalid"),
     ],
 )
 def test_programs_say_in_one_line_what_is_wrong(command, environment, says):

@@ -162,7 +162,6 @@ def test_work_tells_all_about_itself(rank, size):
         options = dist.AllreduceOptions()
         options.asyncOp = asynchronous
         work = dist.group.WORLD.allreduce([x], options)
-        assert work.get_future_result().wait() == 0
         assert work.get_future().wait()[0] is x
         work.synchronize()
         work.block_current_stream()
@@ -177,11 +176,9 @@ def test_work_tells_all_about_itself(rank, size):
 def test_failed_work_says_how(rank, size):
     x = torch.ones(3 + rank)
     work = dist.all_reduce(x, async_op=True)
-    result = work.get_future_result()
-    assert result.wait() == 2  # WorkResult.COMM_ERROR
-    assert not work.is_success()
     with pytest.raises(pycomm.WireMismatch):
         work.wait()
+    assert not work.is_success()
     assert backend.find().get_error() == ErrorType.COMM_ERROR
     dist.group.WORLD.shutdown()
     assert backend.find().get_error() == ErrorType.COMM_ERROR
@@ -443,7 +440,7 @@ RANKS = """
 import contextlib, json, os, resource, signal, sys, time
 import torch, torch.distributed as dist
 from datetime import timedelta
-import pycomm._build, pycomm.backend, pycomm.straggler.monitor
+import pycomm._build, pycomm.backend, pycomm.straggler
 pycomm._build.load_c10d()
 options = {"timeout": timedelta(seconds=100)}
 

@@ -453,7 +453,8 @@ def test_batches_of_sends_and_receives_are_one_work(rank, size):
         dist.P2POp(dist.irecv, second, left),
     ]
     (work,) = dist.batch_isend_irecv(ops)
-    assert len(work.get_future().wait()) == 4
+    work.wait()
+    assert len(work.result()) == 4
     same([first, second], [values(left, (2,)), values(left + 1, (3,))])
 
 

@@ -131,26 +131,6 @@ def test_a_thread_outlives_its_module(tmp_path):
     assert done.stdout == "True\n", done.stderr
 
 
-FEEDBACK = """
-import sys, torch, torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-from pycomm import run
-options = [["--codec", "topk:0.01"], ["--codec", "topk:0.01", "--no-feedback"]]
-for number, words in enumerate(options):
-    run.apply(words)
-    if number == 0:
-        dist.init_process_group(init_method="file://" + sys.argv[1], rank=0, world_size=1)
-    ((_, state),) = DistributedDataParallel(torch.nn.Linear(100, 100))._comm_hooks
-    print(state.residuals and state.residuals.rule.kind)
-"""
-
-
-def test_feedback_is_left_out_if_asked(tmp_path):
-    (tmp_path / "script.py").write_text(FEEDBACK)
-    done = run_python("script.py", str(tmp_path / "store"), cwd=tmp_path)
-    assert done.stdout.split() == ["residual", "None"], done.stderr
-
-
 SPAWNS = """
 import torch, torch.distributed as dist, torch.multiprocessing as mp
 def rank(index, store):
@@ -186,7 +166,7 @@ def test_processes_that_the_script_starts_do_the_same(tmp_path, installed):
             ["a.py", "--codec", "x"],
         ),
         (["--codec=int4", "-m", "a", "-m"], ["--codec=int4"], ["-m", "a", "-m"]),
-        (["--no-feedback", "--", "-a.py"], ["--no-feedback"], ["-a.py"]),
+        (["--codec=int4", "--", "-a.py"], ["--codec=int4"], ["-a.py"]),
         ([], [], []),
     ],
 )
