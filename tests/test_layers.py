@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 from tests.house import CXX_TYPE
 
@@ -57,6 +58,8 @@ PYTHON_LAYERS = (
 MAX_SOURCES = 25
 # Codecs are triples of one name, and the core has no parts.
 CROWDED = ("csrc/codecs", "csrc/core")
+FACTORIES = {function.__name__ for function in _device_constructors()}
+PRODUCTS = {"matmul", "mm", "bmm", "addmm", "addmv", "mv", "addbmm", "baddbmm", "einsum", "linear"}
 
 
 def files(root: Path, folder: str, *suffixes: str) -> Iterator[Path]:
@@ -262,6 +265,33 @@ def users_of_numpy(root: Path) -> list[str]:
     ]
 
 
+def left_to_the_program(root: Path) -> list[str]:
+    """Return expressions that depend on what a program sets for all of torch.
+
+    A tensor that names no dtype or device has those of `torch.set_default_dtype` and
+    `torch.set_default_device`: C++ would then write float32 to memory of another size or device.
+    And autocast computes a product in 16 bits that has no ``out``.
+    """
+    wrong = []
+    for file, name in python_files(root):
+        if name[1] == "bench":
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            missing: set[str | None] = set()
+            if isinstance(node, ast.BinOp) and isinstance(node.op, ast.MatMult):
+                missing = {"pycomm.codecs.products.product"}
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                called, given = node.func.attr, {keyword.arg for keyword in node.keywords}
+                if called in PRODUCTS:
+                    missing = {"out"} - given
+                elif called in FACTORIES and getattr(node.func.value, "id", "") == "torch":
+                    # Sparse ones are like their parts; options may be in a dict.
+                    known = "sparse" in called or None in given
+                    missing = set() if known else {"dtype", "device"} - given
+            wrong += [f"{file.relative_to(root)}: {ast.unparse(node)}: use {m}" for m in missing]
+    return wrong
+
+
 def unfinished(root: Path, tracked: Iterable[Path]) -> list[str]:
     word = re.compile(r"\b" + "TO" + r"DO\b|\bFIX" + r"ME\b")
     return [str(f.relative_to(root)) for f in tracked if word.search(f.read_text())]
@@ -349,6 +379,12 @@ VIOLATIONS = {
         {"pycomm/policy/plan.py": "import sys\nx = sys.stderr\n"},
     ),
     users_of_numpy: ({"pycomm/policy/plan.py": "x = tensor.numpy()\n"},),
+    left_to_the_program: (
+        {"pycomm/env.py": "torch.empty(3, dtype=torch.uint8)\ntorch.zeros_like(x)\n"},
+        {"pycomm/env.py": "x = [torch.arange(n, device=d)]\nx.new_empty(3)\n"},
+        {"pycomm/env.py": "x = a.t() @ b\ntorch.tensor(1.0, dtype=torch.float32, device=d)\n"},
+        {"triton_kernels/x.py": "torch.mm(a, b)\ntorch.mm(a, b, out=c)\nc.addmm_(a, b)\n"},
+    ),
 }
 
 

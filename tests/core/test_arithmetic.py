@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import platform
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,12 +15,46 @@ import pycomm
 from pycomm import _C
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.implementations import Native
-from tests.arithmetic import KINDS, arithmetic
 from tests.codecs.cases import CASES, SPECS
 from tests.collectives.device import ranks as device_ranks
 from tests.collectives.ways import CANONICAL, WAYS, folded
 from tests.extent import each_value, part
 from tests.ranks import run
+
+_LIBM = ctypes.CDLL("libm.so.6")
+# The values of <fenv.h>; on Arm, up and down are swapped.
+_ROUNDING = {"down": 0x400, "up": 0x800, "toward zero": 0xC00}
+if platform.machine() == "aarch64":
+    _ROUNDING = {"down": 0x800000, "up": 0x400000, "toward zero": 0xC00000}
+
+KINDS = ["flush", *_ROUNDING]
+
+
+@contextlib.contextmanager
+def arithmetic(kind: str | None) -> Iterator[None]:
+    """Apply one of KINDS to the calling thread, or nothing; check that the setting persists."""
+    if kind is None:
+        yield
+        return
+    if kind == "flush":
+        assert torch.set_flush_denormal(True)
+    else:
+        assert _LIBM.fesetround(_ROUNDING[kind]) == 0
+    try:
+        yield
+        assert is_set(kind), "the thread's arithmetic is no longer as it was"
+    finally:
+        _LIBM.fesetround(0)
+        torch.set_flush_denormal(False)
+
+
+def is_set(kind: str) -> bool:
+    """Return whether the calling thread has this setting."""
+    if kind == "flush":
+        tiny = torch.tensor([1], dtype=torch.int32).view(torch.float32)
+        return (tiny + tiny).view(torch.int32).item() == 0
+    return _LIBM.fegetround() == _ROUNDING[kind]
+
 
 FLOATS = ["float32", "float64", "float16", "bfloat16", "float8_e4m3", "float8_e5m2", "complex64"]
 OPS = ["sum", "avg", "prod", "min", "max"]
