@@ -15,7 +15,6 @@ from pycomm import _C, _test
 T = TypeVar("T")
 
 RANKS = [1, 2, 3, 4, 7, 8]
-SIZES = [0, 1, 2, 3, 5, 16, 17, 255, 1000, 4099, 100003]
 
 WAYS = {
     "window": {"transport": "shm"},

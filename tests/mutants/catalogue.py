@@ -369,7 +369,7 @@ BOUNDS = (
         "csrc/collectives/window/shared.cpp::PartExchange::read_slot_headers",
         "from_[r].bytes != out_.bytes(r)",
         "false",
-        "collectives/test_moving.py::test_sizes_that_differ_are_named_on_every_rank",
+        "collectives/test_algorithms.py::test_sizes_that_differ_are_named_on_every_rank",
     ),
     Mutant(
         "coded-step-not-compared",

@@ -19,7 +19,7 @@ from pycomm import _test
 from pycomm.codecs import RandomKey
 from pycomm.straggler.compare import compare, rank_stats
 from tests.collectives.coded import test_nodes, test_shards
-from tests.collectives.coded.test_collectives import SEED, TENSORS, check, reduce_once
+from tests.collectives.coded.test_collectives import TENSORS, check, reduce_once
 from tests.collectives.test_hierarchical import NODES, options
 from tests.collectives.ways import WAYS
 from tests.extent import each_value
@@ -86,19 +86,6 @@ def test_both_halves(all_simple):
     test_shards.check_reduce_scatter(whole, codecs=all_simple)
     rows = run(3, test_shards.all_gather(False, all_simple), segment_bytes=700)
     test_shards.check_all_gather(rows, all_simple)
-
-
-@pytest.mark.parametrize("combine", ["recode", "gather"])
-def test_keys(combine):
-    """Each encoder uses the seed that hop_seed in coded.h documents."""
-    ranks = 3
-    codec = Simple(_test.Simple(combine), combine)
-    _test.take_seeds()
-    run(ranks, reduce_once(list(TENSORS), dict.fromkeys(TENSORS, codec)))
-    expected = {_test.hop_seed(SEED, r) for r in range(ranks)}
-    if combine == "recode":
-        expected.add(_test.hop_seed(SEED, -1))
-    assert set(_test.take_seeds()) == expected
 
 
 def test_only_the_used_bytes_travel():
