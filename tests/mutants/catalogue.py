@@ -158,7 +158,7 @@ ORDERS = (
         "csrc/collectives/coded/coder.cpp::Coder::key",
         "if (row > 0) key.seed = hop_seed(key.seed, static_cast<int>(row));",
         "",
-        "collectives/coded/test_shards.py::test_reduce_scatter_has_the_bytes_of_the_model",
+        "collectives/coded/test_collectives.py::test_reduce_scatter_has_the_bytes_of_the_model",
     ),
     Mutant(
         "later-error-replaces-the-first",
@@ -226,7 +226,7 @@ RESIDUALS = (
         "csrc/codecs/base/feedback.cpp::Feedback::at",
         "row * stored_bytes(storage, numel)",
         "0",
-        "collectives/coded/test_shards.py::test_reduce_scatter_has_the_bytes_of_the_model",
+        "collectives/coded/test_collectives.py::test_reduce_scatter_has_the_bytes_of_the_model",
     ),
     Mutant(
         "quant-residual-of-another-value",

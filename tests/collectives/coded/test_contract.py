@@ -18,8 +18,16 @@ import pycomm
 from pycomm import _test
 from pycomm.codecs import RandomKey
 from pycomm.straggler.compare import compare, rank_stats
-from tests.collectives.coded import test_nodes, test_shards
-from tests.collectives.coded.test_collectives import TENSORS, check, reduce_once
+from tests.collectives.coded import test_schedules
+from tests.collectives.coded.test_collectives import (
+    TENSORS,
+    all_gather,
+    check,
+    check_all_gather,
+    check_reduce_scatter,
+    reduce_once,
+    reduce_scatter,
+)
 from tests.collectives.test_hierarchical import NODES, options
 from tests.collectives.ways import WAYS
 from tests.extent import each_value
@@ -75,17 +83,17 @@ def test_result_is_independent_of_way_and_segments(all_simple, way):
 
 @kinds
 def test_on_nodes_the_result_is_that_of_their_sums(all_simple):
-    outcomes = run(4, test_nodes.job(all_simple), **options("mixed"))
-    test_nodes.check(outcomes, NODES["mixed"], all_simple)
+    outcomes = run(4, test_schedules.job(all_simple), **options("mixed"))
+    test_schedules.check(outcomes, NODES["mixed"], all_simple)
 
 
 @kinds
 def test_both_halves(all_simple):
     """Rows go through reduce_scatter and all_gather."""
-    whole = run(3, test_shards.reduce_scatter(codecs=all_simple), segment_bytes=700)
-    test_shards.check_reduce_scatter(whole, codecs=all_simple)
-    rows = run(3, test_shards.all_gather(False, all_simple), segment_bytes=700)
-    test_shards.check_all_gather(rows, all_simple)
+    whole = run(3, reduce_scatter(codecs=all_simple), segment_bytes=700)
+    check_reduce_scatter(whole, codecs=all_simple)
+    rows = run(3, all_gather(False, all_simple), segment_bytes=700)
+    check_all_gather(rows, all_simple)
 
 
 def test_only_the_used_bytes_travel():
