@@ -16,7 +16,7 @@ from pycomm import _C
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.implementations import Native
 from tests.codecs.cases import CASES, SPECS
-from tests.collectives.device import ranks as device_ranks
+from tests.collectives.device import jobs as device
 from tests.collectives.ways import CANONICAL, WAYS, folded
 from tests.extent import each_value, part
 from tests.ranks import run
@@ -237,7 +237,7 @@ def test_kernels_of_devices_on_the_processor(kind, algo):
             c.all_reduce(x, "avg", algo=algo)
         return x.get().tobytes()
 
-    first, *others = device_ranks.run(3, job)
+    first, *others = device.run(3, job)
     want = folded(_C.DType.float32, _C.ReduceOp.avg, [tiny(r, 5003) for r in range(3)])
     assert first == want.tobytes()
     assert all(other == first for other in others)
@@ -332,7 +332,7 @@ def test_of_kernels_of_devices(dtype, algo):
             c.call("all_reduce", x.address, x.address, numel, kind, REDOPS[op], algo=algo)
             check(x.get(), dtype, op)
 
-    device_ranks.run(3, job)
+    device.run(3, job)
 
 
 def test_of_conversions_to_and_from_float16():

@@ -16,7 +16,7 @@ import pytest
 from pycomm import _C, _test
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, Timeout
-from tests.collectives.device import ranks as device_ranks
+from tests.collectives.device import jobs as device
 from tests.collectives.ways import WAYS
 from tests.extent import each_value
 from tests.faults.injection.rank import held, leaks
@@ -378,7 +378,7 @@ def test_kernels_wait_for_a_rank_that_is_late(seconds):
         c.all_reduce(x)
         return x.get()
 
-    for result in device_ranks.run(2, job, timeout=seconds):
+    for result in device.run(2, job, timeout=seconds):
         assert np.array_equal(result, np.full(9, 2, np.float32))
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from pycomm.bench.netlab import LabUnavailable
-from tests.world.nodes import Nodes
+from tests.world.test_manifests import Nodes
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40

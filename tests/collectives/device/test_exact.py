@@ -18,8 +18,15 @@ import pycomm
 from pycomm import _C, _test
 from tests import ranks as channels
 from tests.collectives.device import jobs
-from tests.collectives.device.jobs import SPECS, Bucket, DType
-from tests.collectives.device.ranks import Rank, attempt, run, run_processes
+from tests.collectives.device.jobs import (
+    SPECS,
+    Bucket,
+    DType,
+    Rank,
+    attempt,
+    run,
+    run_processes,
+)
 from tests.collectives.ways import RANKS, integers
 from tests.compiling import run_preloaded
 from tests.extent import each_value

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import signal
 import tempfile
 import time
@@ -14,7 +13,7 @@ from typing import Any
 from tests.faults.injection.case import ELASTIC, FROM_OUTSIDE, Case
 from tests.faults.injection.player import DUMPING, Broken, Player
 from tests.faults.injection.rank import Rank
-from tests.processes.faulty_links import FaultyNetlab
+from tests.processes.labs import FaultyNetlab
 
 LIMIT = 20.0
 """Seconds after which a running rank counts as hung."""
@@ -72,13 +71,6 @@ def play(case: Case, lab: FaultyNetlab | None = None) -> Played:
                 lab.mend(case.victim)
             player.stop()
     return played
-
-
-def lab_of(nodes: int) -> FaultyNetlab:
-    """Make a network for fault injection, with a node per rank. It ends with this process."""
-    lab = FaultyNetlab(nodes, "unlimited")
-    atexit.register(lab.close)
-    return lab
 
 
 def _lead(player: Player, played: Played, lab: FaultyNetlab | None) -> None:
