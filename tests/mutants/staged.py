@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.catalogue import Mutant
 
 ROOT = Path(__file__).parents[2]
 STAMPS = ("_c10d.torch", "libpycomm.headers")  # they say what the binaries were built of
