@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import multiprocessing
 import os
 import signal
-import tempfile
 import time
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pycomm.communicator import Communicator, Store
-from pycomm.errors import Error, PeerLost, Timeout
+from pycomm.errors import Error, PeerLost
 from tests.extent import each_pair, each_value
+from tests.faults.injection.player import Player
 from tests.ranks import attempt, on_processes, run_processes
 from tests.soak.held import descriptors
 
@@ -181,175 +179,45 @@ def test_who_is_left_can_go_on_point_to_point(transport):
     assert attempt(3, job, transport=transport) == [10, 10, None]
 
 
-# ------------------------------------------------------------------------------------------ stopped
-# A rank that is stopped in the middle of a collective until the others have given up, and goes on.
-#
-# It must hear that the group is over, whatever it has read meanwhile; and what it still writes must
-# not reach memory that the others use again.
+# ----------------------------------------------------------------------------------------- aborted
+# What an abort means to a rank that was stopped meanwhile: in a call, or in the abort itself.
 
 
-NUMEL = 8 << 20  # 32 MiB: long enough to be stopped in
-ROOT, VICTIM = 0, 1
-OLD, NEW = 1.0, 7.0  # of rank 0's array while it calls, and when it has left
-ATTEMPTS = 200  # of which most machines need a few
+class Late:
+    """A rank that is stopped in a call, or that aborts."""
+
+    def __init__(self, folder, rank, say):
+        self.say = say
+        self.group = Communicator(Store.file(str(folder)), rank, 2, transport="shm", timeout=20)
+        self.group.barrier()
+
+    def call(self):
+        self.say("waits")
+        self.group.barrier()
+        with pytest.raises(Error) as caught:
+            self.group.barrier()
+        return str(caught.value)
+
+    def abort(self):
+        self.group.barrier()
+        self.group.abort("a step that failed")
 
 
-def buffers(c, heap, numel, needs):
-    """Filled arrays in the heap or not: of this size, twice as long, and so long for a result.
-
-    Those that the call does not need are empty, since others take their time to fill.
-    """
-
-    def make(name, n, value):
-        n = n if name in needs else 0
-        array = np.asarray(c.allocate(n)) if heap else np.empty(n, np.float32)
-        array[:] = value
-        return array
-
-    mine = OLD if c.rank == ROOT else 2.0
-    return make("x", numel, mine), make("wide", 2 * numel, mine), make("out", 2 * numel, 0.0)
-
-
-# A call, its buffers, and what the last of them holds on the victim where the call ends well.
-CALLS = {
-    "all_reduce": (lambda c, x, wide, out: c.all_reduce(x), ["x"], OLD + 2),
-    "broadcast": (lambda c, x, wide, out: c.broadcast(x, ROOT), ["x"], OLD),
-    "all_gather": (lambda c, x, wide, out: c.all_gather(x, out), ["x", "out"], OLD),
-    "reduce_scatter": (lambda c, x, wide, out: c.reduce_scatter(wide, x), ["wide", "x"], OLD + 2),
-    "all_to_all": (lambda c, x, wide, out: c.all_to_all(wide, out), ["wide", "out"], OLD),
-    "scatter": (lambda c, x, wide, out: c.scatter(wide, x, ROOT), ["wide", "x"], OLD),
-}
-
-
-class SignalEvent(ctypes.Structure):
-    """struct sigevent, of which a timer reads the number of the signal."""
-
-    _fields_ = (("value", ctypes.c_void_p), ("signo", ctypes.c_int), ("rest", ctypes.c_int * 13))
-
-
-def stop_after(seconds):
-    """Stop this process when it has computed for so long, however many others want its core."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    event, timer = SignalEvent(signo=signal.SIGSTOP), ctypes.c_void_p()
-    when = (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9))
-    clock = time.CLOCK_PROCESS_CPUTIME_ID
-    assert libc.timer_create(clock, ctypes.byref(event), ctypes.byref(timer)) == 0
-    assert libc.timer_settime(timer, 0, when, None) == 0
-
-
-def rank_main(rank, folder, name, heap, seconds, say):
-    call, needs, right = CALLS[name]
-    c = Communicator(Store.file(folder), rank, 2, transport="shm", timeout=20)
-    arrays = buffers(c, heap, NUMEL, needs)
-    c.barrier()
-    if rank == VICTIM:
-        stop_after(seconds)
-    outcome = None
+def test_an_abort_that_follows_a_call_takes_nothing_from_it(tmp_path):
+    late, other = range(2)
+    player = Player(partial(Late, tmp_path / "store"), tmp_path, 20)
     try:
-        c.timeout = 0.4
-        call(c, *arrays)
-    except Error as error:
-        outcome = type(error), str(error)
-    if rank == VICTIM:
-        got = dict(zip(("x", "wide", "out"), arrays, strict=True))[needs[-1]]
-        return say.send((outcome, bool((got[:NUMEL] == right).all())))
-    c.close()
-    if outcome is not None:
-        for array in arrays:
-            array[:] = NEW
-    say.send(outcome)
-    say.recv()  # the victim has gone on and has ended
-    say.send(outcome is None or all((array == NEW).all() for array in arrays))
-
-
-def is_stopped(process):
-    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-@contextmanager
-def piped(main, *args):
-    """Run ``main(rank, folder, *args, pipe)`` on two forked processes; give them and our ends."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe() for _ in range(2)]
-        ranks = [
-            context.Process(target=main, args=(r, folder, *args, pipes[r][1])) for r in range(2)
-        ]
-        for rank in ranks:
-            rank.start()
-        try:
-            yield ranks, [pipe[0] for pipe in pipes]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.join()
-
-
-def play(name, heap, seconds):
-    """Stop the victim in the call; return what became of (rank 0, the victim, rank 0's memory)."""
-    with piped(rank_main, name, heap, seconds) as (ranks, said):
-        end = time.monotonic() + 30
-        while not (is_stopped(ranks[VICTIM]) or said[VICTIM].poll(0.002)):
-            assert time.monotonic() < end
-        assert said[ROOT].poll(30)
-        first = said[ROOT].recv()
-        end = time.monotonic() + 30
-        while ranks[VICTIM].is_alive() and time.monotonic() < end:
-            os.kill(ranks[VICTIM].pid, signal.SIGCONT)  # it may stop after the call
-            if said[VICTIM].poll(0.01):
-                break
-        second = said[VICTIM].recv()
-        said[ROOT].send("go on")
-        return first, second, said[ROOT].recv()
-
-
-@each_value
-@pytest.mark.parametrize("heap", [True, False], ids=["heap", "private"])
-@pytest.mark.parametrize("name", CALLS)
-def test_a_rank_that_goes_on_late_neither_succeeds_nor_writes(name, heap):
-    stopped_inside = False
-    for number in range(ATTEMPTS):
-        # The kernel looks at such timers at its ticks, milliseconds apart; a call takes several.
-        first, (second, right), kept = play(name, heap, 1e-3 * (1 + number % 20))
-        assert kept, "memory of a rank that had left has changed"
-        assert second is not None or right, "a call has succeeded with a wrong result"
-        if first is not None:
-            assert first[0] is Timeout
-            assert second is not None, "success, though the other rank has given up"
-            stopped_inside = True
-            break
-    assert stopped_inside, "the victim was never stopped in the middle of its call"
-
-
-def late_rank_main(rank, folder, say):
-    c = Communicator(Store.file(folder), rank, 2, transport="shm", timeout=20)
-    c.barrier()
-    if rank == VICTIM:
-        say.send("waits")
-        c.barrier()
-        say.send("ends well")
-        try:
-            c.barrier()
-        except Error as error:
-            return say.send(str(error))
-    say.recv()
-    c.barrier()
-    c.abort("a step that failed")
-    say.send("has aborted")
-    say.recv()
-
-
-def test_an_abort_that_follows_a_call_takes_nothing_from_it():
-    with piped(late_rank_main) as (ranks, said):
-        assert said[VICTIM].recv() == "waits"
-        time.sleep(0.5)  # it is in its barrier, which lacks rank 0 alone
-        os.kill(ranks[VICTIM].pid, signal.SIGSTOP)
-        said[ROOT].send("go on")
-        assert said[ROOT].recv() == "has aborted"
-        os.kill(ranks[VICTIM].pid, signal.SIGCONT)
-        assert said[VICTIM].poll(20)
-        assert said[VICTIM].recv() == "ends well"
-        assert "a step that failed" in said[VICTIM].recv()
+        for rank in (late, other):
+            player.start(rank)
+        player.send("call", to=[late])
+        player.gather("waits", [late])
+        time.sleep(0.5)  # it is in its barrier, which lacks the other rank alone
+        player.kill(late, signal.SIGSTOP)
+        player.tell("abort", to=[other])
+        player.kill(late, signal.SIGCONT)
+        assert "a step that failed" in player.gather("call", [late])[late]
+    finally:
+        player.stop()
 
 
 @on_processes(2)

@@ -49,14 +49,14 @@ class Staged:
         """
         names = _names()
         for name in names:
-            _write(self.folder / name, (ROOT / name).read_bytes())
+            write(self.folder / name, (ROOT / name).read_bytes())
         for link, target in PACKAGES.items():
             if not (self.folder / link).is_symlink():
                 (self.folder / link).symlink_to(self.folder / target)
         listed = self.folder / "build" / "files"
         for gone in set(listed.read_text().splitlines() if listed.exists() else ()) - set(names):
             (self.folder / gone).unlink(missing_ok=True)
-        _write(listed, "\n".join(names).encode())
+        write(listed, "\n".join(names).encode())
         if compiled:
             self.build()
         else:
@@ -126,7 +126,8 @@ def _names() -> Sequence[str]:
     return sorted({name for name in found.splitlines() if (ROOT / name).is_file()})
 
 
-def _write(path: Path, data: bytes) -> None:
+def write(path: Path, data: bytes) -> None:
+    """Write a file, unless it is so already: what is made of it stays then."""
     if not path.exists() or path.read_bytes() != data:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)

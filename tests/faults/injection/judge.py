@@ -97,8 +97,8 @@ def _names_call(over: dict[str, Any], text: str) -> bool:
         return True
     if over["error"] == "Error":  # an abort reports the state of the rank that aborted
         return bool(re.search(r"#\d+\b|\b(send|recv)\b", text))
-    if over["op"] == "broadcast":  # a root runs ahead of the others, which report their state
-        return "broadcast #" in text
+    if over["op"] in ("broadcast", "scatter"):  # a root runs ahead, and others report their state
+        return f"{over['op']} #" in text
     # The reporting rank may be a call behind or ahead of this one.
     near = "|".join(str(over["seq"] + d) for d in (-1, 0, 1))
     return bool(re.search(rf"#({near})\b", text))
