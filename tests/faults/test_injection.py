@@ -10,8 +10,7 @@ from tests.collectives.ways import WAYS
 from tests.extent import each_value, part
 from tests.faults.injection import unequal
 from tests.faults.injection.case import FAULTS, OPS, Call, draw
-from tests.faults.injection.judge import breaches, survivors
-from tests.faults.injection.play import Played, play
+from tests.faults.injection.play import Played, breaches, play, survivors
 
 SEED = 7
 

@@ -21,8 +21,7 @@ from pycomm.bench.lab.wan import Shape
 from pycomm.straggler.compare import RankStats, compare
 from tests.extent import FULL, part
 from tests.faults.injection.case import NETWORK, draw
-from tests.faults.injection.judge import breaches
-from tests.faults.injection.play import play
+from tests.faults.injection.play import breaches, play
 from tests.processes.labs import far_hosts, near_hosts, printed_by
 
 # Checks all collectives and messages by `==`; prints how the rank is connected.

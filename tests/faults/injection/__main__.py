@@ -17,8 +17,7 @@ import time
 from collections import defaultdict
 
 from tests.faults.injection.case import ELASTIC, FAULTS, FAULTS_OF_ELASTIC, NETWORK, PHASES, draw
-from tests.faults.injection.judge import DEATH, DEATHS, breaches, is_late, latest
-from tests.faults.injection.play import play
+from tests.faults.injection.play import DEATH, DEATHS, breaches, is_late, latest, play
 from tests.processes.labs import FaultyNetlab
 
 
