@@ -88,7 +88,9 @@ def far_hosts(nodes: int, rate: str = "200mbit", **options: Any) -> CountedWanLa
         pytest.skip(f"no network namespaces with TUN devices: {error}")
 
 
-def printed_by(lab: Any, job: str, folder: Path, *words: str, forked: bool = False) -> str:
+def printed_by(
+    lab: Any, job: str, folder: Path, *words: str, forked: bool = False, ranks_per_node: int = 1
+) -> str:
     """Run a program, with these words, as the ranks of a lab, and return what they print.
 
     Args:
@@ -99,7 +101,13 @@ def printed_by(lab: Any, job: str, folder: Path, *words: str, forked: bool = Fal
         if forked:
             fork_ranks(lab)
         command = [sys.executable, "-c", job, *words]
-        ranks = lab.start(command, env=dict(os.environ), stdout=printed, stderr=printed)
+        ranks = lab.start(
+            command,
+            ranks_per_node=ranks_per_node,
+            env=dict(os.environ),
+            stdout=printed,
+            stderr=printed,
+        )
         status = wait(ranks)
         printed.seek(0)
         text = printed.read()

@@ -7,9 +7,7 @@ compiled by the C++ compiler.
 
 from __future__ import annotations
 
-import contextlib
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -18,9 +16,9 @@ import numpy as np
 
 import pycomm
 from pycomm import _C, _test
+from tests import ranks
 from tests.collectives import ways
 from tests.collectives.ways import REDUCIBLE, TYPES, contribution, integers
-from tests.ranks import good, in_processes, on_threads
 
 Job = Callable[["Rank"], Any]
 ARENA = 64 << 20
@@ -57,7 +55,9 @@ class Buffer:
 class Rank:
     """One rank: `group` is its device group, `stream` the stream of its work."""
 
-    def __init__(self, store: _C.Store, rank: int, size: int, cuda: bool, options: dict[str, Any]):
+    def __init__(
+        self, store: _C.Store, rank: int, size: int, *, cuda: bool = False, **options: Any
+    ) -> None:
         self.rank, self.size, self.cuda, self.stream = rank, size, cuda, 0
         if cuda:
             import torch
@@ -118,44 +118,23 @@ class Rank:
             self.torch_stream.synchronize()
         self.group.check()
 
+    def __enter__(self) -> Rank:
+        return self
 
-@contextlib.contextmanager
-def joined(store: _C.Store, rank: int, size: int, cuda: bool, options: Any) -> Iterator[Rank]:
-    one = Rank(store, rank, size, cuda, options)
-    try:
-        yield one
-    finally:
-        one.group.close()
+    def __exit__(self, *_: object) -> None:
+        self.group.close()
 
 
-def attempt(size: int, job: Job, *, cuda: bool = False, **options: Any) -> list[Any]:
-    """Run ``job(rank)`` on ranks that are threads; a rank's error is its outcome."""
-    store = _C.Store.local()
-
-    def main(rank: int) -> Any:
-        with joined(store, rank, size, cuda, options) as one:
-            return job(one)
-
-    return on_threads(range(size), main, 60)
-
-
-def run(size: int, job: Job, *, cuda: bool = False, **options: Any) -> list[Any]:
-    """Run as `attempt` does, but raise the first error of any rank."""
-    return good(attempt(size, job, cuda=cuda, **options))
-
-
-def _of_process(
-    folder: str, size: int, cuda: bool, job: Job, options: dict[str, Any], rank: int
-) -> Any:
-    with joined(_C.Store.file(folder), rank, size, cuda, options) as one:
-        return job(one)
+attempt = partial(ranks.attempt, member=Rank)
+run = partial(ranks.run, member=Rank)
 
 
 def run_processes(size: int, job: Job, *, cuda: bool = False, **options: Any) -> list[Any]:
     """Run as `run` does, on processes."""
-    with tempfile.TemporaryDirectory() as folder:
-        main = partial(_of_process, folder, size, cuda, job, options)
-        return in_processes(size, main, 100, "spawn" if cuda else "fork")
+    method = "spawn" if cuda else "fork"
+    return ranks.run_processes(
+        size, job, member=Rank, limit=100, method=method, cuda=cuda, **options
+    )
 
 
 # --------------------------------------------------------------------------------- jobs
