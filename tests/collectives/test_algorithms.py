@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from functools import cache
+from functools import cache, partial
 from operator import mul
 
 import numpy as np
@@ -21,6 +21,7 @@ from tests.collectives.ways import (
     TYPES,
     WAYS,
     bits,
+    calls,
     check_everything,
     contribution,
     floats,
@@ -82,6 +83,7 @@ def test_every_collective_is_exact_in_tiny_segments(algo, ranks):
         {"transport": "tcp"},
         {"algo": "direct", **TINY},
         {"algo": "ring", **TINY},
+        {"nodes": [0, 1, 0]},
     ],
     ids=str,
 )
@@ -296,25 +298,15 @@ def explained_and_taken(c):
     """Return, for each call, the algorithm that is explained and the one that the trace shows."""
     found, n = [], c.size
     for numel in (1, 1000, 300_000):
-        x, whole = np.zeros(numel, np.float32), np.zeros(n * numel, np.float32)
-        pieces = _C.Pieces()
+        x, pieces = np.zeros(numel, np.float32), _C.Pieces()
         pieces.add(numel, _C.Codec("int8"))
-        calls = {
-            "all_reduce": (x.nbytes, lambda x=x: c.all_reduce(x)),
-            "reduce_scatter": (whole.nbytes, lambda x=x, whole=whole: c.reduce_scatter(whole, x)),
-            "all_gather": (whole.nbytes, lambda x=x, whole=whole: c.all_gather(x, whole)),
-            "broadcast": (x.nbytes, lambda x=x: c.broadcast(x, 0)),
-            "reduce": (x.nbytes, lambda x=x: c.reduce(x, np.empty_like(x), root=0)),
-            "barrier": (0, c.barrier),
-            "coded": (
-                x.nbytes,
-                lambda x=x, pieces=pieces: c.core.run_coded("all_reduce", x.ctypes.data, 0, pieces),
-            ),
-        }
-        for op, (size, call) in calls.items():
+        every = calls(c, numel)
+        every["coded"] = partial(c.core.run_coded, "all_reduce", x.ctypes.data, 0, pieces)
+        for op in (*ALGOS_OF, "coded"):
+            size = {"barrier": 0, "reduce_scatter": n, "all_gather": n}.get(op, 1) * x.nbytes
             coded = pieces if op == "coded" else None
             text = c.core.explain("all_reduce" if coded else op, size, coded)
-            call()
+            every[op]()
             found.append((op, numel, text, c.core.trace()["records"][-1]["algo"]))
     return found
 

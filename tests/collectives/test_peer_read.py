@@ -14,7 +14,7 @@ import pytest
 
 from pycomm import _C
 from pycomm.errors import Error, PeerLost
-from tests.collectives.ways import check_everything, floats, integers, right
+from tests.collectives.ways import calls, check_everything, floats, integers, right
 from tests.extent import FULL, each_value
 from tests.ranks import run, run_processes
 
@@ -91,19 +91,9 @@ def test_same_bits_where_some_lie_in_heaps(ranks, who):
 
 def staged_bytes(c, numel=1_000_000):
     """Return the bytes that each collective of a large buffer puts into staging."""
-    x, wide, out = np.ones(numel), np.ones(c.size * numel), np.ones(c.size * numel)
-    calls = {
-        "all_reduce": lambda: c.all_reduce(x),
-        "reduce_scatter": lambda: c.reduce_scatter(wide, x),
-        "all_gather": lambda: c.all_gather(x, out),
-        "all_to_all": lambda: c.all_to_all(wide, out),
-        "broadcast": lambda: c.broadcast(x, 0),
-        "gather": lambda: c.gather(x, out, 0),
-        "scatter": lambda: c.scatter(wide, x, 0),
-    }
     c.barrier()  # after this, all ranks know which ranks can read which
     counts = {}
-    for name, call in calls.items():
+    for name, call in calls(c, numel, dtype="float64").items():
         before = c.sent_bytes()
         call()
         counts[name] = c.sent_bytes() - before

@@ -17,7 +17,7 @@ from pycomm import _C, _test
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, Timeout
 from tests.collectives.device import jobs as device
-from tests.collectives.ways import WAYS
+from tests.collectives.ways import WAYS, calls
 from tests.extent import each_value
 from tests.faults.injection.rank import held, leaks
 from tests.ranks import attempt, in_child, on_processes, on_threads, run, run_processes
@@ -175,29 +175,22 @@ def test_a_store_on_a_full_disk_says_so_and_leaves_nothing(tmp_path):
 # Every call must raise in the child, and must not be visible to the parent's peers.
 
 
-CALLS = {
-    "all_reduce": lambda c, x: c.all_reduce(x),
-    "a tiny all_reduce": lambda c, x: c.all_reduce(x[:4]),
-    "all_gather": lambda c, x: c.all_gather(x, np.empty(c.size * x.size, np.float32)),
-    "all_to_all": lambda c, x: c.all_to_all(x, np.empty_like(x)),
-    "reduce_scatter": lambda c, x: c.reduce_scatter(x, np.empty(x.size // c.size, np.float32)),
-    "broadcast": lambda c, x: c.broadcast(x),
-    "reduce": lambda c, x: c.reduce(x, np.empty_like(x)),
-    "gather": lambda c, x: c.gather(x, np.empty(c.size * x.size, np.float32)),
-    "scatter": lambda c, x: c.scatter(np.empty(c.size * x.size, np.float32), x),
-    "all_reduce_coded": lambda c, x: c.all_reduce_coded(x, "quant:bits=8"),
-    "barrier": lambda c, x: c.barrier(),
-    "send": lambda c, x: c.send(x, 1 - c.rank),
-    "recv": lambda c, x: c.recv(x, 1 - c.rank),
-    "allocate": lambda c, x: c.allocate(10),
-}
+def more_calls(c, x):
+    return {
+        "a tiny all_reduce": lambda: c.all_reduce(x[:4]),
+        "all_reduce_coded": lambda: c.all_reduce_coded(x, "quant:bits=8"),
+        "send": lambda: c.send(x, 1 - c.rank),
+        "recv": lambda: c.recv(x, 1 - c.rank),
+        "allocate": lambda: c.allocate(10),
+    }
 
 
 def every_call(c):
     x = np.ones(1000, np.float32)
     c.all_reduce(x)
     late = c.recv(np.empty(10, np.float32), 1 - c.rank)
-    outcomes = {name: in_child(lambda call=call: call(c, x)) for name, call in CALLS.items()}
+    every = calls(c, 1000) | more_calls(c, x)
+    outcomes = {name: in_child(call) for name, call in every.items()}
     outcomes |= {"wait": in_child(late.wait), "done": in_child(late.done)}
     assert set(outcomes.values()) == {"refused"}, outcomes
 
