@@ -131,16 +131,16 @@ def contribution(rank: int, numel: int, dtype: str) -> np.ndarray:
     return random.integers(limits.min, limits.max, numel, dtype=TYPES[dtype], endpoint=True)
 
 
-def calls(c, numel, root=0, dtype="float32"):
+def calls(c, numel, root=0, dtype="float32", op="sum", new=np.ones):
     """Return each collective by its name, as a call with so many elements for each rank."""
-    one, part, wide, out = (np.ones(n, dtype) for n in 2 * [numel] + 2 * [c.size * numel])
+    one, part, wide, out = (new(n, dtype) for n in 2 * [numel] + 2 * [c.size * numel])
     return {
-        "all_reduce": lambda: c.all_reduce(one),
-        "reduce_scatter": lambda: c.reduce_scatter(wide, part),
+        "all_reduce": lambda: c.all_reduce(one, op),
+        "reduce_scatter": lambda: c.reduce_scatter(wide, part, op),
         "all_gather": lambda: c.all_gather(one, out),
         "all_to_all": lambda: c.all_to_all(wide, out),
         "broadcast": lambda: c.broadcast(one, root),
-        "reduce": lambda: c.reduce(one, part, root),
+        "reduce": lambda: c.reduce(one, part, root, op),
         "gather": lambda: c.gather(one, out, root),
         "scatter": lambda: c.scatter(wide, part, root),
         "barrier": lambda: c.barrier(),

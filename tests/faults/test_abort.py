@@ -375,13 +375,6 @@ def test_kernels_wait_for_a_rank_that_is_late(seconds):
         assert np.array_equal(result, np.full(9, 2, np.float32))
 
 
-@pytest.mark.parametrize("seconds", LONG)
-def test_a_store_waits_for_a_key(seconds):
-    store = _C.Store.local()
-    store.set("key", "value")
-    assert store.get("key", seconds) == b"value"
-
-
 @pytest.mark.parametrize("seconds", NONSENSE)
 def test_what_is_no_time_is_refused(seconds):
     def job(c):
