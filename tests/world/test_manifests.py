@@ -20,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -278,12 +279,6 @@ class Nodes:
     def close(self) -> None:
         self.lab.close()
 
-    def __enter__(self) -> Nodes:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 MORE = ["--steps", "200", "--pause", "0.1"]
 SECRET = "c2VjcmV0IG9mIHRoZSB0ZXN0"
@@ -308,7 +303,11 @@ def jobset(node: int) -> Pod:
 def trainjob(node: int) -> Pod:
     (trainer,) = containers("trainjob.yaml")
     names = [f"pycomm-node-0-{node}", f"pycomm-node-0-{node}.pycomm"]
-    return Pod(names, [*trainer["command"], *MORE], {**plain(trainer), **pet(node, names_of(0))})
+    return Pod(
+        names,
+        [*trainer["command"], *MORE],
+        {**plain(trainer), **pet(node, "pycomm-node-0-0.pycomm")},
+    )
 
 
 def pytorchjob(node: int) -> Pod:
@@ -344,10 +343,6 @@ def pet(node: int, master: str) -> dict[str, str]:
     }
 
 
-def names_of(node: int) -> str:
-    return f"pycomm-node-0-{node}.pycomm"
-
-
 def expanded(command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
     """Replace $(NAME) as Kubernetes does."""
     return [re.sub(r"\$\((\w+)\)", lambda m: variables[m[1]], word) for word in command]
@@ -367,7 +362,7 @@ def test_the_command_trains_on_the_ports_of_the_policy(tmp_path, make):
     image.mkdir()
     (image / "resume.py").symlink_to(ROOT / "examples/resume.py")
     (image / "examples").symlink_to(ROOT / "examples")
-    with nodes:
+    with closing(nodes):
         started = []
         for node, pod in enumerate(pods):
             kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYCOMM_", "PET_"))}

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -163,12 +164,6 @@ class SlurmCluster:
         self._daemons = []
         self.nodes.close()
 
-    def __enter__(self) -> SlurmCluster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _program(name: str) -> str | None:
     return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
@@ -192,7 +187,7 @@ def cluster(tmp_path_factory):
         cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes=3)
     except LabUnavailable as error:
         pytest.skip(f"no Slurm: {error}")
-    with cluster:
+    with closing(cluster):
         yield cluster
 
 
