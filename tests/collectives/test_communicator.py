@@ -432,8 +432,6 @@ def test_pieces_that_wrap():
 
     def job(c):
         x = np.ones(8, np.float32)
-        with pytest.raises(Error, match=r"cover|elements"):
-            c.all_reduce_coded(x, [Piece(4, "quant:bits=8"), Piece(8, "quant:bits=8")])
         many = _C.Pieces()
         many.add(2**60, spec)
         for call in (

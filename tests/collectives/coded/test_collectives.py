@@ -274,16 +274,10 @@ def test_bad_pieces_are_refused_and_the_group_lives_on():
         x = np.ones(1000, np.float32)
         with pytest.raises(pycomm.errors.Error, match="cover 999 of 1000"):
             c.all_reduce_coded(x, [Piece(999, "quant")])
-        with pytest.raises(pycomm.errors.Error, match="float32"):
-            c.all_reduce_coded(x.astype("d"), "quant")
-        with pytest.raises(pycomm.errors.Error, match="residual"):
-            c.all_reduce_coded(x, [Piece(1000, "quant", residual=np.zeros(10, np.float32))])
         pieces = _C.Pieces()
         pieces.add(1000, _C.Codec("quant"), worker=(x.ctypes.data, 0))
         with pytest.raises(pycomm.errors.Error, match="none to write"):
             c.core.run_coded("all_reduce", x.ctypes.data, 0, pieces)
-        with pytest.raises(pycomm.errors.Error, match="unknown codec"):
-            c.all_reduce_coded(x, "zip")
         return c.all_reduce_coded(x, "quant")
 
     assert all(run(2, job))
@@ -467,12 +461,8 @@ def test_wrong_sizes_are_refused_and_the_group_lives_on():
             c.reduce_scatter_coded(rows, row[:-1], "quant")
         with pytest.raises(pycomm.Error, match="rows of that size"):
             c.all_gather_coded(row, rows[1:], "quant")
-        with pytest.raises(pycomm.Error, match="pieces"):
-            c.all_gather_coded(row, rows, [Piece(999, "quant")])
         with pytest.raises(pycomm.Error, match="2000 float32"):
             c.reduce_scatter_coded(rows, row, [Piece(1000, "quant", residual=row.copy())])
-        with pytest.raises(pycomm.Error, match="takes float32"):
-            c.reduce_scatter_coded(rows.astype("d"), row, "quant")
         return c.reduce_scatter_coded(rows, row, "quant")
 
     assert all(run(2, job))
