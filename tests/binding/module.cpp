@@ -5,7 +5,6 @@
 
 #include <pybind11/stl.h>
 
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string_view>
@@ -100,46 +99,22 @@ std::shared_ptr<Queue> make_queue() {
           }};
 }
 
-/// A callable that any thread may call and drop. What it raises goes to sys.unraisablehook: the
-/// callable is expected to keep its errors.
-class Operation {
- public:
-  explicit Operation(py::object op)
-      : op_(new py::object(std::move(op)), [](py::object* held) {
-          const GilAcquired gil;
-          delete held;
-        }) {}
-  void operator()() const {
-    const GilAcquired gil;
-    try {
-      (*op_)();
-    } catch (py::error_already_set& error) {
-      error.discard_as_unraisable("an operation of pycomm");
-    }
-  }
-
- private:
-  std::shared_ptr<py::object> op_;
-};
-
 void bind_queue(py::module_& m) {
   py::class_<Queue, std::shared_ptr<Queue>>(m, "Queue")
       .def(py::init(&make_queue))
       .def(
           "submit",
           [](Queue& queue, py::object op) {
-            const Operation operation(std::move(op));
+            // Any thread may call and drop it.
+            const std::shared_ptr<py::object> held(new py::object(std::move(op)),
+                                                   [](py::object* dropped) {
+                                                     const GilAcquired gil;
+                                                     delete dropped;
+                                                   });
             const GilReleased release;
-            queue.submit(operation);
-          },
-          py::arg("op"))
-      .def(
-          "run",
-          [](Queue& queue, const py::object& op) {
-            const GilReleased release;
-            queue.run([&op] {
+            queue.submit([held] {
               const GilAcquired gil;
-              op();
+              (*held)();
             });
           },
           py::arg("op"));

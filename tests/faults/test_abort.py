@@ -248,6 +248,14 @@ def test_a_child_may_have_a_group_of_its_own(c):
     c.barrier()
 
 
+def test_the_end_of_a_queue_finishes_what_is_queued():
+    queue, seen = _test.Queue(), []
+    for i in range(10):
+        queue.submit(lambda i=i: (time.sleep(0.002), seen.append(i)))
+    del queue
+    assert seen == list(range(10))
+
+
 def test_a_child_drops_its_copy_of_a_queue():
     queue, done = _test.Queue(), threading.Event()
     queue.submit(done.set)

@@ -94,14 +94,14 @@ MUTANTS = (
         "csrc/collectives/window/in_place.cpp::all_reduce",
         "mine, size);\n  }\n  barrier(window);",
         "mine, size);\n  }",
-        "collectives/test_shared_heap.py::test_every_collective_between_processes",
+        "collectives/test_zero_copy.py::test_every_collective_between_processes",
     ),
     Mutant(
         "read-before-the-others-have-summed",
         "csrc/collectives/window/in_place.cpp::all_reduce_by_reading",
         "barrier(window);\n  for (int k = 1; k < window.size(); k++)",
         "\n  for (int k = 1; k < window.size(); k++)",
-        "collectives/test_peer_read.py::test_ranks_on_one_core_wait_for_sums",
+        "collectives/test_zero_copy.py::test_ranks_on_one_core_wait_for_sums",
     ),
     Mutant(
         "coded-owner-does-not-wait",
@@ -115,7 +115,7 @@ MUTANTS = (
         "csrc/collectives/queue.cpp::Queue::Impl::begin_turn",
         "if (serving_.load() == number) return;",
         "if (true) return;",
-        "collectives/test_queue.py",
+        "torch/backend/test_ops.py::test_async_operations_run_and_complete_in_order",
     ),
     Mutant(
         "frame-checksum-that-follows-not-awaited",
@@ -351,7 +351,7 @@ MUTANTS = (
         "csrc/transports/shm/heap.cpp::SharedHeap::release",
         "(offset + gap.bytes) / page_ * page_",
         "round_up(offset + gap.bytes, page_)",
-        "collectives/test_shared_heap.py::test_bytes_beside_released_pages_stay",
+        "collectives/test_zero_copy.py::test_bytes_beside_released_pages_stay",
     ),
     Mutant(
         "store-value-of-another-user",

@@ -31,27 +31,16 @@ from tests.collectives.ways import RANKS, integers
 from tests.compiling import run_preloaded
 from tests.extent import each_value
 
-every_count = pytest.mark.parametrize("ranks", RANKS)
-
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_every_type_and_op_has_the_bits_of_the_processor(ranks):
     assert run(ranks, jobs.reduce_all_types) == [2 * 115] * ranks
 
 
-@every_count
-def test_every_algorithm_at_every_size(ranks):
-    run(ranks, jobs.reduce_sizes)
-
-
-@every_count
-def test_parts_are_reduced_in_rank_order(ranks):
-    run(ranks, jobs.reduce_and_scatter)
-
-
-@every_count
-def test_data_arrive_where_they_belong(ranks):
-    run(ranks, jobs.moves)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("job", [jobs.reduce_sizes, jobs.reduce_and_scatter, jobs.moves])
+def test_results_are_those_of_rank_order_at_every_size(job, ranks):
+    run(ranks, job)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
