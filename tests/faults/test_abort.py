@@ -43,8 +43,11 @@ def two_barriers(c):
     c.barrier()
 
 
+everywhere = pytest.mark.parametrize("way", ["window", "direct", "tcp"])
+
+
 @each_value
-@pytest.mark.parametrize("way", ["window", "direct", "tcp"])
+@everywhere
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("by", ["same rank", "other rank"])
 def test_abort_unblocks_everybody(way, wait, by):
@@ -275,9 +278,6 @@ def test_a_child_drops_its_copy_of_a_queue():
 # A rank that never joins is named by every rank that waited for it.
 
 
-everywhere = pytest.mark.parametrize("way", ["window", "direct", "tcp"])
-
-
 @pytest.mark.parametrize("transport", ["shm", "tcp", "auto"])
 def test_at_the_rendezvous(transport):
     store = Store.local()
@@ -336,17 +336,11 @@ def test_a_call_may_name_its_own_timeout(way, seconds, text):
 
 LONG = [3e7, 1e10, 1e300, math.inf]
 NONSENSE = [-1.0, -1e-9, -1e300, -math.inf, math.nan]
-EACH_WAY = {
-    "window": {"transport": "shm"},
-    "channels": {"transport": "shm", "algo": "direct"},
-    "tcp": {"transport": "tcp", "sockets": 1},
-    "auto": {"transport": "auto"},
-}
 
 
 @each_value
+@everywhere
 @pytest.mark.parametrize("seconds", LONG)
-@pytest.mark.parametrize("way", EACH_WAY)
 def test_a_rank_that_is_late_is_waited_for(way, seconds):
     def job(c):
         x, y = np.ones(3, np.float32), np.zeros(3, np.float32)
@@ -364,7 +358,7 @@ def test_a_rank_that_is_late_is_waited_for(way, seconds):
         c.barrier()
         return x, y
 
-    (x, y), _ = run(2, job, **{**EACH_WAY[way], "timeout": seconds})
+    (x, y), _ = run(2, job, timeout=seconds, **WAYS[way])
     assert np.array_equal(x, np.full(3, 4, np.float32))
     assert np.array_equal(y, x)
 
