@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 import threading
 import time
-from functools import cache, partial
-from operator import mul
+from functools import cache, partial, reduce
+from operator import add, mul
 
 import numpy as np
 import pytest
@@ -49,10 +49,7 @@ algos = pytest.mark.parametrize("algo", ALGOS)
 
 
 def rank_order(values, divisor=1):
-    total = values[0].copy()
-    for value in values[1:]:
-        total = total + value
-    return total / np.float32(divisor)
+    return reduce(add, values) / np.float32(divisor)
 
 
 def everything(ranks, on=run, **options):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import add
+
 import numpy as np
 import pytest
 
@@ -58,10 +61,7 @@ def node_order(nodes, values, divisor):
     sums = {}
     for node, value in zip(nodes, values, strict=True):
         sums[node] = sums[node] + value if node in sums else value.copy()
-    total, *others = sums.values()
-    for other in others:
-        total = total + other
-    return total / np.float32(divisor)
+    return reduce(add, sums.values()) / np.float32(divisor)
 
 
 def check_sums(order, outcomes):

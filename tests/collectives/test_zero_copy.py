@@ -28,7 +28,7 @@ from tests.collectives.ways import (
     shared,
 )
 from tests.extent import FULL, each_value, part
-from tests.ranks import in_child, on_processes, run, run_processes
+from tests.ranks import good, in_child, on_processes, on_threads, run, run_processes
 
 # In-place operation begins at 2 KiB; one slot is 128 KiB, and a call that needs more than four of
 # them uses some again.
@@ -234,11 +234,7 @@ def test_threads_allocate_at_once():
                 block = shared(c, np.full(100 * (i % 7 + 1), seed))
                 assert (block == seed).all()
 
-        threads = [threading.Thread(target=churn, args=(seed,)) for seed in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        good(on_threads(range(4), churn, 60))
         gc.collect()
         return _test.heap_bytes(c.core)[0]
 

@@ -7,6 +7,8 @@ do: the same bits in one round in place of two.
 from __future__ import annotations
 
 import time
+from functools import reduce
+from operator import add
 
 import numpy as np
 import pytest
@@ -64,7 +66,7 @@ def check(outcomes, nodes, codecs):
 
         total = None
         for k, ranks in enumerate(by_node):
-            p = sum_of([torch.from_numpy(gradient(r, tensor)) for r in ranks])
+            p = reduce(add, [torch.from_numpy(gradient(r, tensor)) for r in ranks])
             # The residual that counts is the one that was written: exact codecs write zeros.
             owed = torch.zeros(numel)
             coded = torch.zeros(numel, dtype=torch.int64)
@@ -93,13 +95,6 @@ def check(outcomes, nodes, codecs):
             owned += changed
         owners = (total - result).numpy() != begin if code.combine == "recode" else 0
         assert np.array_equal(owned, owners + 0 * owned), "one owner each"
-
-
-def sum_of(values):
-    total = values[0]
-    for value in values[1:]:
-        total = total + value
-    return total
 
 
 @pytest.mark.parametrize("name", LEVELS)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import threading
 import time
 
 import numpy as np
@@ -131,20 +130,8 @@ def test_a_missing_rank_is_named_at_the_rendezvous():
 
 
 def test_other_options_are_an_error():
-    store, errors = _C.Store.local(), []
-
-    def main(rank, staging):
-        try:
-            _test.DeviceGroup(store, rank, 2, timeout=5.0, staging_bytes=staging)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=main, args=(r, (1 + r) << 20)) for r in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [type(error) for error in errors] == [pycomm.WireMismatch] * 2
+    for error in attempt(2, jobs.moves, of_rank=lambda rank: {"staging_bytes": (1 + rank) << 20}):
+        assert isinstance(error, pycomm.WireMismatch)
 
 
 @pytest.mark.parametrize(
