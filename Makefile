@@ -90,7 +90,7 @@ conformance: build $(VENV)/dev.stamp
 	$(PY) -m tests.conformance
 
 portable: build $(VENV)/dev.stamp
-	$(PY) -m tests.portable
+	$(PY) -m tests.portable.test_other_processors
 
 trainers: build $(TRAINERS)/stamp
 	$(TRAINERS)/bin/python -m pytest --quiet tests/trainers

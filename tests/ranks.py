@@ -11,6 +11,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from pycomm.communicator import Communicator, Store
@@ -72,6 +73,10 @@ def good(outcomes: list[Any]) -> list[Any]:
     return outcomes
 
 
+def communicator(store: Store, rank: int, size: int, **options: Any) -> Communicator:
+    return Communicator(store, rank, size, **{**OPTIONS, **options})
+
+
 def run(size: int, job: Job, *, limit: float = 60.0, **options: Any) -> list[Any]:
     """Run ``job(communicator)`` on ``size`` ranks that are threads; return what each returned.
 
@@ -86,22 +91,21 @@ def attempt(
     job: Job,
     *,
     limit: float = 60.0,
+    member: Callable[..., Any] = communicator,
     of_rank: Callable[[int], dict[str, Any]] = lambda rank: {},
     **options: Any,
 ) -> list[Any]:
     """Run as `run` does, but return a rank's error as its outcome, for tests of errors.
 
-    ``of_rank`` returns the options that differ between the ranks.
+    ``of_rank`` returns the options that differ between the ranks, and ``member`` makes of a store,
+    rank, size and options what the job gets.
     """
     store = Store.local()
 
     def rank_main(rank: int) -> Any:
-        ours = {**OPTIONS, **options, **of_rank(rank)}
-        with (
-            noting(f"on rank {rank} of {size}"),
-            Communicator(store, rank, size, **ours) as communicator,
-        ):
-            return job(communicator)
+        ours = {**options, **of_rank(rank)}
+        with noting(f"on rank {rank} of {size}"), member(store, rank, size, **ours) as one:
+            return job(one)
 
     return on_threads(range(size), rank_main, limit)
 
@@ -172,22 +176,33 @@ def run_processes(
     job: Job,
     *,
     limit: float = 60.0,
-    prepare: Job = lambda rank: None,
+    method: str = "fork",
+    prepare: Job | None = None,
+    member: Callable[..., Any] = communicator,
     **options: Any,
 ) -> list[Any]:
-    """Run ``job(communicator)`` on ranks that are forked processes, as `in_processes` does.
+    """Run ``job(communicator)`` on ranks that are processes, as `in_processes` does.
 
-    ``prepare(rank)`` runs in the process before the rendezvous.
+    ``prepare(rank)`` runs in the process before the rendezvous; ``member`` is that of `attempt`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        options = {**OPTIONS, "transport": "shm", **options}
+        main = partial(_process_main, folder, size, job, prepare, member, options)
+        return in_processes(size, main, limit, method)
 
-        def main(rank: int) -> Any:
-            prepare(rank)
-            with Communicator(Store.file(folder), rank, size, **options) as communicator:
-                return job(communicator)
 
-        return in_processes(size, main, limit)
+def _process_main(
+    folder: str,
+    size: int,
+    job: Job,
+    prepare: Job | None,
+    member: Callable[..., Any],
+    options: dict[str, Any],
+    rank: int,
+) -> Any:
+    if prepare:
+        prepare(rank)
+    with member(Store.file(folder), rank, size, **options) as one:
+        return job(one)
 
 
 def on_processes(

@@ -1,7 +1,9 @@
-"""Documentation: scripts have the output that stands below them, blocks run, tables are true."""
+"""Documentation: scripts have the output that stands below them, blocks run, tables are true, and
+all public names are there, which are loaded at first use."""
 
 from __future__ import annotations
 
+import ast
 import inspect
 import pydoc
 import re
@@ -9,6 +11,7 @@ import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -106,6 +109,48 @@ def test_the_commands_are_there():
     for module in set(re.findall(r"python -m ([\w.]+)", README)):
         done = run("-m", module, "--help", timeout=100)
         assert done.returncode == 0, (module, done.stderr)
+
+
+# ------------------------------------------------------------------------------------- public names
+
+
+def test_every_public_name_exists_and_has_a_docstring():
+    for name in pycomm.__all__:
+        assert (getattr(pycomm, name).__doc__ or "").strip(), name
+    assert set(pycomm.__all__) <= set(dir(pycomm))
+
+
+def test_the_documentation_mentions_every_public_name():
+    text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")))
+    missing = [name for name in pycomm.__all__ if not re.search(rf"\bpycomm\.{name}\b", text)]
+    assert missing == []
+
+
+def test_the_reference_has_every_class_and_function():
+    pages = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "api").glob("*.md")))
+    names = [name for name in pycomm.__all__ if not isinstance(getattr(pycomm, name), ModuleType)]
+    missing = [name for name in names if f"\n::: pycomm.{name}\n" not in pages]
+    assert missing == []
+
+
+def test_type_checkers_see_the_same_names():
+    tree = ast.parse((ROOT / "pycomm" / "__init__.py").read_text())
+    blocks = [node for node in tree.body if isinstance(node, ast.If)]
+    (block,) = (b for b in blocks if getattr(b.test, "id", "") == "TYPE_CHECKING")
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    imported = [alias.asname for node in imports for alias in node.names]
+    assert sorted(map(str, imported)) == sorted(pycomm.__all__)
+
+
+def test_no_name_is_loaded_before_it_is_used():
+    program = (
+        "import sys, pycomm\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert not any(name.startswith('pycomm.') for name in sys.modules), sys.modules\n"
+        "pycomm.Error, pycomm.errors\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, cwd=ROOT)
 
 
 # ------------------------------------------------------------------------------------ Python blocks

@@ -12,7 +12,7 @@ from pycomm import _C, _build
 from pycomm.communicator import Communicator
 from pycomm.reduction.refusals import MEMBERS, REFUSALS, UNBIASED
 from tests.compiling import compile_cpp
-from tests.options import ROOT, rows, table, written
+from tests.options import ROOT, rows, written
 
 TABLE = "csrc/core/option_table.h"
 DEFAULTS = {row.option: getattr(_C.GroupOptions(), row.option) for row in rows() if row.option}
@@ -94,9 +94,3 @@ def test_one_row_makes_an_option(tmp_path):
     assert run(PYCOMM_TOY="4")[0] == "3 4"
     expected = "expected a whole number from 1 to 9"
     assert run(PYCOMM_TOY="x") == [f"PYCOMM_TOY=x is invalid: {expected}"]
-
-
-def test_a_row_is_a_line_of_the_documentation():
-    (row,) = (row for row in rows() if row.name == "PYCOMM_SOCKETS")
-    line = "| `PYCOMM_SOCKETS`, `sockets=` | TCP sockets per peer, 1 to 16; equal on all ranks | "
-    assert f"{line}2; 4 from a round trip of 10 ms on |" in table([row])

@@ -3,8 +3,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
-#include <mutex>
-#include <set>
 #include <thread>
 
 #include "codecs/base/codec.h"
@@ -22,10 +20,6 @@ struct Code {
   uint32_t index;
   int32_t code;
 };
-
-/// The seeds of all encoder calls.
-std::mutex seeds_mutex;
-std::set<uint64_t> seeds;
 
 class Simple final : public Codec {
  public:
@@ -45,10 +39,6 @@ class Simple final : public Codec {
  private:
   void encode_cpu(const EncodeArgs& args) const override {
     if (rests_.count() > 0) std::this_thread::sleep_for(rests_);
-    {
-      const std::lock_guard<std::mutex> lock(seeds_mutex);
-      seeds.insert(args.key.seed);
-    }
     auto* pair = reinterpret_cast<Code*>(args.out.data + kHead);
     auto* code = reinterpret_cast<int32_t*>(args.out.data);
     for (size_t i = 0; i < args.in.size; i++) {
@@ -105,13 +95,6 @@ void bind_codecs(py::module_& m) {
                }),
            py::arg("combine"), py::kw_only(), py::arg("granule") = 64, py::arg("variable") = false,
            py::arg("lies") = false, py::arg("rests") = 0);
-  m.def("take_seeds", [] {
-    const std::lock_guard<std::mutex> lock(seeds_mutex);
-    py::list taken;
-    for (const uint64_t seed : seeds) taken.append(seed);
-    seeds.clear();
-    return taken;
-  });
 }
 
 }  // namespace pycomm

@@ -1,4 +1,4 @@
-// Parts of pycomm._test: one function and one file each.
+// Parts of pycomm._test that have files of their own, with a function each.
 #pragma once
 #include <pybind11/pybind11.h>
 
@@ -30,9 +30,6 @@ inline Notice notice(const std::string& text, const std::string& kind, int from,
 
 void bind_codecs(pybind11::module_& m);      // codecs.cpp: a codec of every kind
 void bind_device(pybind11::module_& m);      // device.cpp: groups of ranks on GPUs
-void bind_queue(pybind11::module_& m);       // queue.cpp
-void bind_schedule(pybind11::module_& m);    // schedule.cpp: schedule, seeds of hops
-void bind_tools(pybind11::module_& m);       // tools.cpp: checksums, hashes, random numbers
 void bind_transports(pybind11::module_& m);  // transports.cpp: transports, notices, seals
 
 }  // namespace pycomm

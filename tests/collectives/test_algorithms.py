@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
-from functools import cache
-from operator import mul
+from functools import cache, partial, reduce
+from operator import add, mul
 
 import numpy as np
 import pytest
 
 from pycomm import _C
-from pycomm.errors import PeerLost, Timeout
+from pycomm.errors import PeerLost, Timeout, WireMismatch
 from tests.collectives.ways import (
     ALGOS_OF,
     CANONICAL,
     REDUCIBLE,
     TINY,
     TYPES,
+    WAYS,
     bits,
+    calls,
     check_everything,
     contribution,
     floats,
@@ -46,10 +49,7 @@ algos = pytest.mark.parametrize("algo", ALGOS)
 
 
 def rank_order(values, divisor=1):
-    total = values[0].copy()
-    for value in values[1:]:
-        total = total + value
-    return total / np.float32(divisor)
+    return reduce(add, values) / np.float32(divisor)
 
 
 def everything(ranks, on=run, **options):
@@ -80,6 +80,7 @@ def test_every_collective_is_exact_in_tiny_segments(algo, ranks):
         {"transport": "tcp"},
         {"algo": "direct", **TINY},
         {"algo": "ring", **TINY},
+        {"nodes": [0, 1, 0]},
     ],
     ids=str,
 )
@@ -294,25 +295,15 @@ def explained_and_taken(c):
     """Return, for each call, the algorithm that is explained and the one that the trace shows."""
     found, n = [], c.size
     for numel in (1, 1000, 300_000):
-        x, whole = np.zeros(numel, np.float32), np.zeros(n * numel, np.float32)
-        pieces = _C.Pieces()
+        x, pieces = np.zeros(numel, np.float32), _C.Pieces()
         pieces.add(numel, _C.Codec("int8"))
-        calls = {
-            "all_reduce": (x.nbytes, lambda x=x: c.all_reduce(x)),
-            "reduce_scatter": (whole.nbytes, lambda x=x, whole=whole: c.reduce_scatter(whole, x)),
-            "all_gather": (whole.nbytes, lambda x=x, whole=whole: c.all_gather(x, whole)),
-            "broadcast": (x.nbytes, lambda x=x: c.broadcast(x, 0)),
-            "reduce": (x.nbytes, lambda x=x: c.reduce(x, np.empty_like(x), root=0)),
-            "barrier": (0, c.barrier),
-            "coded": (
-                x.nbytes,
-                lambda x=x, pieces=pieces: c.core.run_coded("all_reduce", x.ctypes.data, 0, pieces),
-            ),
-        }
-        for op, (size, call) in calls.items():
+        every = calls(c, numel)
+        every["coded"] = partial(c.core.run_coded, "all_reduce", x.ctypes.data, 0, pieces)
+        for op in (*ALGOS_OF, "coded"):
+            size = {"barrier": 0, "reduce_scatter": n, "all_gather": n}.get(op, 1) * x.nbytes
             coded = pieces if op == "coded" else None
             text = c.core.explain("all_reduce" if coded else op, size, coded)
-            call()
+            every[op]()
             found.append((op, numel, text, c.core.trace()["records"][-1]["algo"]))
     return found
 
@@ -393,3 +384,136 @@ def test_what_travels_is_rounded_once():
     for options in ({"transport": "shm"}, TRANSPORTS["tcp"]):
         for result in run(2, job, **options):
             assert np.array_equal(result, np.full(40, want))
+
+
+# ----------------------------------------------------------------------------------- parts of lists
+# Every byte arrives at its place, whatever the sizes.
+
+
+SEGMENTS = {"whole": {}, "tiny": TINY}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@everywhere
+def test_uneven_all_to_all(way, ranks):
+    def part(source, target):
+        return integers(10 * source + target, (source * target) % 5 * 100)
+
+    def job(c):
+        sends = [part(c.rank, r) for r in range(ranks)]
+        want = [part(r, c.rank) for r in range(ranks)]
+        out = np.empty(sum(map(len, want)), np.float32)
+        c.all_to_all(
+            np.concatenate(sends),
+            out,
+            send_counts=[len(x) for x in sends],
+            recv_counts=[len(x) for x in want],
+        )
+        return np.array_equal(out, np.concatenate(want))
+
+    assert all(run(ranks, job, **WAYS[way]))
+
+
+def part(source, target):
+    """Return a size specific to each pair of ranks; some are zero."""
+    return integers(10 * source + target, (source * target + source) % 5 * 1000)
+
+
+def empty_like(arrays):
+    return [np.empty_like(x) for x in arrays]
+
+
+def same(arrays, want):
+    return all(np.array_equal(a, b) for a, b in zip(arrays, want, strict=True))
+
+
+@pytest.mark.parametrize(("way", "ranks", "segments"), pairs([*WAYS], RANKS, [*SEGMENTS]))
+def test_lists_of_any_sizes(way, ranks, segments):
+    root = ranks // 2
+
+    def job(c):
+        everyone = range(ranks)
+        mine = part(c.rank, 1)
+        all_parts = [part(r, 1) for r in everyone]
+        out = empty_like(all_parts)
+        c.all_gather(mine, out)
+        assert same(out, all_parts)
+        c.all_gather(out[c.rank], out)
+        assert same(out, all_parts), "in place"
+
+        sends, wanted = [part(c.rank, r) for r in everyone], [part(r, c.rank) for r in everyone]
+        out = empty_like(wanted)
+        c.all_to_all(sends, out)
+        assert same(out, wanted)
+
+        out = empty_like(all_parts) if c.rank == root else None
+        c.gather(mine, out, root)
+        assert out is None or same(out, all_parts)
+        back = np.empty_like(mine)
+        c.scatter(out, back, root)
+        assert np.array_equal(back, mine)
+
+        sums = np.empty_like(mine)
+        c.reduce_scatter([(c.rank + 1) * x for x in all_parts], sums)
+        assert np.array_equal(sums, mine * (ranks * (ranks + 1) // 2))
+
+    run(ranks, job, **WAYS[way], **SEGMENTS[segments])
+
+
+SIZES_THAT_DIFFER = {
+    "all_gather": (
+        lambda c, n: c.all_gather(np.ones(n[c.rank]), [np.ones(k) for k in n]),
+        ["all_gather #1 (6 float64, parts of 1,2,3)", "all_gather #1 (7 float64, parts of 1,2,4)"],
+    ),
+    "reduce_scatter": (
+        lambda c, n: c.reduce_scatter([np.ones(k) for k in n], np.ones(n[c.rank])),
+        ["reduce_scatter #1 (sum of 6 float64, parts of 1,2,3)", "parts of 1,2,4"],
+    ),
+    "all_to_all": (
+        lambda c, n: c.all_to_all([np.ones(k) for k in n], [np.ones(n[c.rank]) for _ in n]),
+        ["rank 2 ", " 32 bytes of all_to_all #1", " 24 bytes of all_to_all #1"],
+    ),
+    "gather": (
+        lambda c, n: c.gather(np.ones(n[c.rank]), [np.ones(k) for k in n]),
+        ["rank 0", "rank 2", " 24 bytes of gather #1", " 32 bytes of gather #1"],
+    ),
+    "scatter": (
+        lambda c, n: c.scatter([np.ones(k) for k in n], np.ones(n[c.rank])),
+        ["rank 0", "rank 2", " 32 bytes of scatter #1", " 24 bytes of scatter #1"],
+    ),
+}
+
+
+@pytest.mark.parametrize("way", ["window", "direct", "tcp"])
+@pytest.mark.parametrize("op", SIZES_THAT_DIFFER)
+def test_sizes_that_differ_are_named_on_every_rank(way, op):
+    call, words = SIZES_THAT_DIFFER[op]
+
+    def job(c):
+        call(c, [1, 2, 4 if c.rank == 2 else 3])
+        c.barrier()  # a rank whose own sizes are right gets the error here
+
+    outcomes = attempt(3, job, **WAYS[way])
+    for outcome in outcomes:
+        assert isinstance(outcome, WireMismatch), outcome
+        assert all(word in str(outcome) for word in words), outcome
+
+
+@pytest.mark.parametrize("way", ["window", "direct", "tcp"])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_nobody_leaves_a_barrier_before_the_last_has_come(way, ranks):
+    arrived = []
+    lock = threading.Lock()
+
+    def job(c):
+        for late in range(ranks):
+            if c.rank == late:
+                time.sleep(0.02)
+            with lock:
+                arrived.append(late)
+            c.barrier()
+            with lock:
+                assert arrived.count(late) == ranks
+            c.barrier()
+
+    run(ranks, job, **WAYS[way])

@@ -432,8 +432,6 @@ def test_pieces_that_wrap():
 
     def job(c):
         x = np.ones(8, np.float32)
-        with pytest.raises(Error, match=r"cover|elements"):
-            c.all_reduce_coded(x, [Piece(4, "quant:bits=8"), Piece(8, "quant:bits=8")])
         many = _C.Pieces()
         many.add(2**60, spec)
         for call in (
@@ -463,17 +461,22 @@ LISTS = {
 @ways
 @pytest.mark.parametrize("op", LISTS)
 def test_a_list_that_is_wrong_for_one_rank_ends_the_group_on_all(way, op):
+    over = threading.Event()
+
     def job(c):
         wrong = c.rank == 0 or op in ("all_gather", "reduce_scatter")
-        LISTS[op](c, *sized(1), sized(1 + wrong, 1, 1))
-        c.barrier()  # a gather may have ended where it has only sent
+        try:
+            LISTS[op](c, *sized(1), sized(1 + wrong, 1, 1))
+            c.barrier()  # a gather may have ended where it has only sent
+        finally:
+            over.set() if c.rank else over.wait(10)  # rank 0 neither goes on nor leaves
 
     first, *others = attempt(3, job, **WAYS[way])
     assert str(first).startswith(f"rank 0: {op} has ")
     for error in others:
         assert isinstance(error, Error)
         assert not isinstance(error, Timeout)
-        assert f"its {op} has " in str(error)
+        assert f"rank 0 was aborted: its {op} has " in str(error)
 
 
 @ways
@@ -511,37 +514,3 @@ def test_buffers_say_what_they_are():
         works(c)
 
     run(2, job)
-
-
-@ways
-@pytest.mark.parametrize(
-    "name", ["all_to_all", "gather", "scatter", "all_gather", "reduce_scatter"]
-)
-def test_a_part_wrong_for_one_rank_fails_on_all(way, name):
-    over = threading.Event()
-
-    def job(c):
-        at, core = np.zeros(8, np.float32).ctypes.data, c.core
-        sizes = [(at, 2), (at, 1), (at, 1)] if c.rank == 0 else [(at, 1)] * 3
-        ones = [(at, 1)] * 3
-        one, uneven = np.ones(1, np.float32), [np.zeros(n, np.float32) for n in (2, 1, 1)]
-        try:
-            if name == "all_to_all":
-                core.run("all_to_all", _C.Parts(ones), _C.Parts(sizes), 0, F32)
-            elif name == "gather":
-                core.run("gather", at, _C.Parts(sizes), 1, F32, _C.ReduceOp.sum, 0)
-            elif name == "scatter":
-                core.run("scatter", _C.Parts(sizes), at, 1, F32, _C.ReduceOp.sum, 0)
-            elif name == "all_gather":
-                c.all_gather(one, uneven)
-            else:
-                c.reduce_scatter(uneven, one)
-            c.barrier()
-        finally:
-            over.set() if c.rank else over.wait(10)  # rank 0 neither goes on nor leaves
-
-    own, *others = attempt(3, job, **WAYS[way])
-    assert "has " in str(own)
-    for error in others:
-        assert isinstance(error, Error)
-        assert f"rank 0 was aborted: its {name} has " in str(error)

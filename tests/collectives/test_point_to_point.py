@@ -328,6 +328,7 @@ SECONDS = OPTIONS["timeout"]
 LANE = 1  # the lane of sends and receives
 EAGER, OFFER, READY, PAYLOAD, CREDIT = range(5)
 KEPT, COST, LONGEST = 1 << 20, 128, 64 << 10  # point_to_point/wire.h
+LONG = LONGEST + 8
 
 
 class Peer:
@@ -447,19 +448,16 @@ def test_what_means_nothing_ends_the_group(ends, said, text):
         receive(communicator)
 
 
-def test_a_place_takes_the_bytes_of_its_size_alone(ends):
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        ({"kind": PAYLOAD, "size": LONG + 1, "place": 1}, "bytes for which no receive is ready"),
+        ({"kind": EAGER, "size": LONG, "tag": 7}, f"a short message of {LONG} bytes"),
+    ],
+)
+def test_a_published_receive_takes_the_bytes_of_its_size_alone(ends, said, text):
     communicator, peer = ends
-    size = LONGEST + 8
-    posted = communicator.recv(np.zeros(size, np.uint8), 1, tag=7)  # published at once
-    peer.says(PAYLOAD, size + 1, place=1)
-    with pytest.raises(Error, match="bytes for which no receive is ready"):
-        posted.wait()
-
-
-def test_a_published_receive_meets_no_short_message(ends):
-    communicator, peer = ends
-    size = LONGEST + 8
-    posted = communicator.recv(np.zeros(size, np.uint8), 1, tag=7)
-    peer.says(EAGER, size, tag=7)  # its bytes, then those for the address, now invalid
-    with pytest.raises(Error, match=f"a short message of {size} bytes"):
+    posted = communicator.recv(np.zeros(LONG, np.uint8), 1, tag=7)  # published at once
+    peer.says(**said)
+    with pytest.raises(Error, match=text):
         posted.wait()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from pycomm import _C, _test
 from pycomm.communicator import Piece
 from pycomm.errors import Error
-from tests.collectives.ways import ALGOS_OF, bits, floats, integers
+from tests.collectives.ways import ALGOS_OF, bits, calls, floats, integers
 from tests.extent import each_pair, each_value
 from tests.ranks import run
 
@@ -22,6 +24,7 @@ OTHER_ORDERS = {"ring"}
 GROUPS = [2, 3, 4, 5, 7, 8, 13, 16, 32, 64, 257]
 SIZES = [0, 8, 1000, 10_000, 100_000, 10**6, 10**8]
 FLOATS = _C.DType.float32, _C.DType.bfloat16, _C.DType.complex64
+REDOPS = _C.ReduceOp.sum, _C.ReduceOp.avg, _C.ReduceOp.min, _C.ReduceOp.prod
 
 ops = pytest.mark.parametrize("op", ALGOS_OF)
 
@@ -30,28 +33,17 @@ def tag(op, dtype=_C.DType.float32, redop=_C.ReduceOp.sum):
     return _test.OpTag(op, dtype=dtype, redop=redop)
 
 
-@pytest.mark.parametrize("op", ["all_reduce", "reduce_scatter", "reduce"])
-def test_floats_are_never_summed_in_another_order(op):
-    for dtype in FLOATS:
-        for redop in (_C.ReduceOp.sum, _C.ReduceOp.avg, _C.ReduceOp.min, _C.ReduceOp.prod):
-            for ranks in GROUPS:
-                for size in SIZES:
-                    chosen = _test.schedule.select(tag(op, dtype, redop), ranks, size)
-                    assert chosen not in OTHER_ORDERS
-
-
 @ops
-def test_the_cheapest_one_is_chosen(op):
-    for dtype in (_C.DType.float32, _C.DType.int64):
-        call = tag(op, dtype)
-        reduces = op in ("all_reduce", "reduce_scatter", "reduce")
-        fixed = reduces and dtype == _C.DType.float32
+def test_the_cheapest_one_that_keeps_the_order_of_floats_is_chosen(op):
+    reduces = op in ("all_reduce", "reduce_scatter", "reduce")
+    for dtype, redop in product((*FLOATS, _C.DType.int64), REDOPS if reduces else REDOPS[:1]):
+        call = tag(op, dtype, redop)
+        fixed = reduces and dtype in FLOATS
         allowed = [a for a in ALGOS_OF[op] if not (fixed and a in OTHER_ORDERS)]
-        for ranks in GROUPS:
-            for size in SIZES:
-                seconds = {a: _test.schedule.cost(call, ranks, size, a)[-1] for a in allowed}
-                chosen = _test.schedule.select(call, ranks, size)
-                assert seconds[chosen] == min(seconds.values())
+        for ranks, size in product(GROUPS, SIZES):
+            seconds = {a: _test.schedule.cost(call, ranks, size, a)[-1] for a in allowed}
+            chosen = _test.schedule.select(call, ranks, size)
+            assert seconds[chosen] == min(seconds.values())
 
 
 def test_bytes_that_are_summed_take_time():
@@ -95,20 +87,8 @@ def test_the_table_knows_the_bytes(op, algo, ranks):
     def job(c):
         c.barrier()
         before = c.sent_bytes()
-        x = np.ones(numel, np.float32)
-        part = np.ones(numel // c.size, np.float32)
-        if op == "all_reduce":
-            c.all_reduce(x)
-        elif op == "reduce_scatter":
-            c.reduce_scatter(x[: len(part) * c.size], part)
-        elif op == "all_gather":
-            c.all_gather(part, x[: len(part) * c.size])
-        elif op == "broadcast":
-            c.broadcast(x, root)
-        elif op == "reduce":
-            c.reduce(x, x.copy(), root)
-        else:
-            c.barrier()
+        shared = op in ("reduce_scatter", "all_gather")
+        calls(c, numel // c.size if shared else numel, root)[op]()
         return c.sent_bytes() - before
 
     sent = run(ranks, job, transport="shm", algo=algo)

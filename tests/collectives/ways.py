@@ -15,7 +15,6 @@ from pycomm import _C, _test
 T = TypeVar("T")
 
 RANKS = [1, 2, 3, 4, 7, 8]
-SIZES = [0, 1, 2, 3, 5, 16, 17, 255, 1000, 4099, 100003]
 
 WAYS = {
     "window": {"transport": "shm"},
@@ -130,6 +129,22 @@ def contribution(rank: int, numel: int, dtype: str) -> np.ndarray:
         return sign | random.integers(0, 0x7B, numel, dtype="u1")
     limits = np.iinfo(TYPES[dtype])
     return random.integers(limits.min, limits.max, numel, dtype=TYPES[dtype], endpoint=True)
+
+
+def calls(c, numel, root=0, dtype="float32", op="sum", new=np.ones):
+    """Return each collective by its name, as a call with so many elements for each rank."""
+    one, part, wide, out = (new(n, dtype) for n in 2 * [numel] + 2 * [c.size * numel])
+    return {
+        "all_reduce": lambda: c.all_reduce(one, op),
+        "reduce_scatter": lambda: c.reduce_scatter(wide, part, op),
+        "all_gather": lambda: c.all_gather(one, out),
+        "all_to_all": lambda: c.all_to_all(wide, out),
+        "broadcast": lambda: c.broadcast(one, root),
+        "reduce": lambda: c.reduce(one, part, root, op),
+        "gather": lambda: c.gather(one, out, root),
+        "scatter": lambda: c.scatter(wide, part, root),
+        "barrier": lambda: c.barrier(),
+    }
 
 
 def shared(c, values):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.suite import BOUND_TO_A_NAME, NOT_JUDGED, Config, Runner, read, worse
+from tests.conformance.__main__ import BOUND_TO_A_NAME, NOT_JUDGED, Config, Runner, read, worse
 from tests.extent import FULL, part
 
 RANKS = {"gloo": 3, "nccl": 2}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import platform
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,12 +15,46 @@ import pycomm
 from pycomm import _C
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.implementations import Native
-from tests.arithmetic import KINDS, arithmetic
 from tests.codecs.cases import CASES, SPECS
-from tests.collectives.device import ranks as device_ranks
+from tests.collectives.device import jobs as device
 from tests.collectives.ways import CANONICAL, WAYS, folded
 from tests.extent import each_value, part
 from tests.ranks import run
+
+_LIBM = ctypes.CDLL("libm.so.6")
+# The values of <fenv.h>; on Arm, up and down are swapped.
+_ROUNDING = {"down": 0x400, "up": 0x800, "toward zero": 0xC00}
+if platform.machine() == "aarch64":
+    _ROUNDING = {"down": 0x800000, "up": 0x400000, "toward zero": 0xC00000}
+
+KINDS = ["flush", *_ROUNDING]
+
+
+@contextlib.contextmanager
+def arithmetic(kind: str | None) -> Iterator[None]:
+    """Apply one of KINDS to the calling thread, or nothing; check that the setting persists."""
+    if kind is None:
+        yield
+        return
+    if kind == "flush":
+        assert torch.set_flush_denormal(True)
+    else:
+        assert _LIBM.fesetround(_ROUNDING[kind]) == 0
+    try:
+        yield
+        assert is_set(kind), "the thread's arithmetic is no longer as it was"
+    finally:
+        _LIBM.fesetround(0)
+        torch.set_flush_denormal(False)
+
+
+def is_set(kind: str) -> bool:
+    """Return whether the calling thread has this setting."""
+    if kind == "flush":
+        tiny = torch.tensor([1], dtype=torch.int32).view(torch.float32)
+        return (tiny + tiny).view(torch.int32).item() == 0
+    return _LIBM.fegetround() == _ROUNDING[kind]
+
 
 FLOATS = ["float32", "float64", "float16", "bfloat16", "float8_e4m3", "float8_e5m2", "complex64"]
 OPS = ["sum", "avg", "prod", "min", "max"]
@@ -200,7 +237,7 @@ def test_kernels_of_devices_on_the_processor(kind, algo):
             c.all_reduce(x, "avg", algo=algo)
         return x.get().tobytes()
 
-    first, *others = device_ranks.run(3, job)
+    first, *others = device.run(3, job)
     want = folded(_C.DType.float32, _C.ReduceOp.avg, [tiny(r, 5003) for r in range(3)])
     assert first == want.tobytes()
     assert all(other == first for other in others)
@@ -295,7 +332,7 @@ def test_of_kernels_of_devices(dtype, algo):
             c.call("all_reduce", x.address, x.address, numel, kind, REDOPS[op], algo=algo)
             check(x.get(), dtype, op)
 
-    device_ranks.run(3, job)
+    device.run(3, job)
 
 
 def test_of_conversions_to_and_from_float16():

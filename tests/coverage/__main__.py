@@ -21,12 +21,44 @@ import sys
 from pathlib import Path
 from typing import TypedDict
 
-from tests.mutants.staged import ROOT, Staged
+from tests.compiling import library
+from tests.mutants.staged import ROOT, Staged, write
 
-HERE = Path(__file__).parent
 BUILD = ROOT / "build" / "coverage"
 PRODUCT = ("pycomm/", "bench/", "triton_kernels/", "csrc/")
-FLAGS = f"--coverage -fprofile-update=atomic -O1 -include {HERE / 'exit.h'}"
+FLAGS = f"--coverage -fprofile-update=atomic -O1 -include {BUILD / 'exit.h'}"
+# A process that ends by _exit, as a forked one does, writes no counters. So each source includes
+# this, which registers its library's, and a library that is preloaded calls what is registered.
+EXIT_H = """
+#pragma once
+#include <dlfcn.h>
+extern "C" void __gcov_dump();
+namespace {
+[[gnu::unused]] const bool registered_for_coverage = [] {
+  void* found = dlsym(RTLD_DEFAULT, "call_before_exit");
+  if (found) reinterpret_cast<void (*)(void (*)())>(found)(__gcov_dump);
+  return true;
+}();
+}  // namespace
+"""
+EXIT_C = """
+#define _GNU_SOURCE
+#include <sys/syscall.h>
+#include <unistd.h>
+enum { kMost = 16 };
+static void (*functions[kMost])(void);
+static int count = 0;
+void call_before_exit(void (*function)(void)) {
+  for (int i = 0; i < count; i++) {
+    if (functions[i] == function) return;
+  }
+  if (count < kMost) functions[count++] = function;
+}
+__attribute__((noreturn)) void _exit(int status) {
+  for (int i = 0; i < count; i++) functions[i]();
+  for (;;) syscall(SYS_exit_group, status);
+}
+"""
 SETTINGS = """
 [run]
 parallel = true
@@ -66,6 +98,7 @@ def main() -> int:
 def run(out: Path, tests: list[str], *, cpp: bool) -> int:
     """Run tests and write a JSON of `Covered` by file; return the status of pytest."""
     if cpp:
+        write(BUILD / "exit.h", EXIT_H.encode())
         os.environ |= {"CXXFLAGS": FLAGS, "CMAKE_BUILD_TYPE": "Debug"}
         # Each library writes its own counters. Objects of a cache would not know their folder.
         os.environ |= {"LDFLAGS": "-Wl,--exclude-libs,libgcov.a", "CMAKE_CXX_COMPILER_LAUNCHER": ""}
@@ -80,10 +113,7 @@ def run(out: Path, tests: list[str], *, cpp: bool) -> int:
     settings.write_text(SETTINGS.format(folder=copy.folder))
     environment = copy.environment({})
     if cpp:
-        library = data / "exit.so"
-        build = ["gcc", "-shared", "-fPIC", "-O1", str(HERE / "exit.c"), "-o", str(library)]
-        subprocess.run(build, check=True)
-        environment["LD_PRELOAD"] = str(library)
+        environment["LD_PRELOAD"] = library(EXIT_C, data)
     tool = [sys.executable, "-m", "coverage"]
     pytest = ["-m", "pytest", "-p", "no:cacheprovider", *tests]
     tested = subprocess.run(

@@ -16,8 +16,8 @@ import pytest
 from pycomm import _C, _test
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, Timeout
-from tests.collectives.device import ranks as device_ranks
-from tests.collectives.ways import WAYS
+from tests.collectives.device import jobs as device
+from tests.collectives.ways import WAYS, calls
 from tests.extent import each_value
 from tests.faults.injection.rank import held, leaks
 from tests.ranks import attempt, in_child, on_processes, on_threads, run, run_processes
@@ -43,8 +43,11 @@ def two_barriers(c):
     c.barrier()
 
 
+everywhere = pytest.mark.parametrize("way", ["window", "direct", "tcp"])
+
+
 @each_value
-@pytest.mark.parametrize("way", ["window", "direct", "tcp"])
+@everywhere
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("by", ["same rank", "other rank"])
 def test_abort_unblocks_everybody(way, wait, by):
@@ -175,29 +178,22 @@ def test_a_store_on_a_full_disk_says_so_and_leaves_nothing(tmp_path):
 # Every call must raise in the child, and must not be visible to the parent's peers.
 
 
-CALLS = {
-    "all_reduce": lambda c, x: c.all_reduce(x),
-    "a tiny all_reduce": lambda c, x: c.all_reduce(x[:4]),
-    "all_gather": lambda c, x: c.all_gather(x, np.empty(c.size * x.size, np.float32)),
-    "all_to_all": lambda c, x: c.all_to_all(x, np.empty_like(x)),
-    "reduce_scatter": lambda c, x: c.reduce_scatter(x, np.empty(x.size // c.size, np.float32)),
-    "broadcast": lambda c, x: c.broadcast(x),
-    "reduce": lambda c, x: c.reduce(x, np.empty_like(x)),
-    "gather": lambda c, x: c.gather(x, np.empty(c.size * x.size, np.float32)),
-    "scatter": lambda c, x: c.scatter(np.empty(c.size * x.size, np.float32), x),
-    "all_reduce_coded": lambda c, x: c.all_reduce_coded(x, "quant:bits=8"),
-    "barrier": lambda c, x: c.barrier(),
-    "send": lambda c, x: c.send(x, 1 - c.rank),
-    "recv": lambda c, x: c.recv(x, 1 - c.rank),
-    "allocate": lambda c, x: c.allocate(10),
-}
+def more_calls(c, x):
+    return {
+        "a tiny all_reduce": lambda: c.all_reduce(x[:4]),
+        "all_reduce_coded": lambda: c.all_reduce_coded(x, "quant:bits=8"),
+        "send": lambda: c.send(x, 1 - c.rank),
+        "recv": lambda: c.recv(x, 1 - c.rank),
+        "allocate": lambda: c.allocate(10),
+    }
 
 
 def every_call(c):
     x = np.ones(1000, np.float32)
     c.all_reduce(x)
     late = c.recv(np.empty(10, np.float32), 1 - c.rank)
-    outcomes = {name: in_child(lambda call=call: call(c, x)) for name, call in CALLS.items()}
+    every = calls(c, 1000) | more_calls(c, x)
+    outcomes = {name: in_child(call) for name, call in every.items()}
     outcomes |= {"wait": in_child(late.wait), "done": in_child(late.done)}
     assert set(outcomes.values()) == {"refused"}, outcomes
 
@@ -255,6 +251,14 @@ def test_a_child_may_have_a_group_of_its_own(c):
     c.barrier()
 
 
+def test_the_end_of_a_queue_finishes_what_is_queued():
+    queue, seen = _test.Queue(), []
+    for i in range(10):
+        queue.submit(lambda i=i: (time.sleep(0.002), seen.append(i)))
+    del queue
+    assert seen == list(range(10))
+
+
 def test_a_child_drops_its_copy_of_a_queue():
     queue, done = _test.Queue(), threading.Event()
     queue.submit(done.set)
@@ -272,9 +276,6 @@ def test_a_child_drops_its_copy_of_a_queue():
 
 # ---------------------------------------------------------------------------------- who never comes
 # A rank that never joins is named by every rank that waited for it.
-
-
-everywhere = pytest.mark.parametrize("way", ["window", "direct", "tcp"])
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "auto"])
@@ -335,17 +336,11 @@ def test_a_call_may_name_its_own_timeout(way, seconds, text):
 
 LONG = [3e7, 1e10, 1e300, math.inf]
 NONSENSE = [-1.0, -1e-9, -1e300, -math.inf, math.nan]
-EACH_WAY = {
-    "window": {"transport": "shm"},
-    "channels": {"transport": "shm", "algo": "direct"},
-    "tcp": {"transport": "tcp", "sockets": 1},
-    "auto": {"transport": "auto"},
-}
 
 
 @each_value
+@everywhere
 @pytest.mark.parametrize("seconds", LONG)
-@pytest.mark.parametrize("way", EACH_WAY)
 def test_a_rank_that_is_late_is_waited_for(way, seconds):
     def job(c):
         x, y = np.ones(3, np.float32), np.zeros(3, np.float32)
@@ -363,7 +358,7 @@ def test_a_rank_that_is_late_is_waited_for(way, seconds):
         c.barrier()
         return x, y
 
-    (x, y), _ = run(2, job, **{**EACH_WAY[way], "timeout": seconds})
+    (x, y), _ = run(2, job, timeout=seconds, **WAYS[way])
     assert np.array_equal(x, np.full(3, 4, np.float32))
     assert np.array_equal(y, x)
 
@@ -378,15 +373,8 @@ def test_kernels_wait_for_a_rank_that_is_late(seconds):
         c.all_reduce(x)
         return x.get()
 
-    for result in device_ranks.run(2, job, timeout=seconds):
+    for result in device.run(2, job, timeout=seconds):
         assert np.array_equal(result, np.full(9, 2, np.float32))
-
-
-@pytest.mark.parametrize("seconds", LONG)
-def test_a_store_waits_for_a_key(seconds):
-    store = _C.Store.local()
-    store.set("key", "value")
-    assert store.get("key", seconds) == b"value"
 
 
 @pytest.mark.parametrize("seconds", NONSENSE)

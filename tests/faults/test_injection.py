@@ -7,11 +7,10 @@ from dataclasses import replace
 import pytest
 
 from tests.collectives.ways import WAYS
-from tests.extent import part
+from tests.extent import each_value, part
 from tests.faults.injection import unequal
-from tests.faults.injection.case import FAULTS, Call, draw
-from tests.faults.injection.judge import breaches, survivors
-from tests.faults.injection.play import Played, play
+from tests.faults.injection.case import FAULTS, OPS, Call, draw
+from tests.faults.injection.play import Played, breaches, play, survivors
 
 SEED = 7
 
@@ -35,6 +34,21 @@ def test_a_stopped_process_is_told_so():
     assert breaches(played) == []
     for rank in survivors(case):
         assert f"rank {case.victim} is stopped" in played.said[rank]["over"]["text"]
+
+
+@each_value
+@pytest.mark.parametrize("how", [0.0, 0.5], ids=["heap", "private"])
+@pytest.mark.parametrize("op", OPS)
+def test_a_rank_that_goes_on_late_neither_succeeds_nor_writes(op, how):
+    """It is stopped, mostly in a call, until the other rank uses its memory for something else."""
+    for number in range(3):
+        case = draw(SEED, number, transports=["shm"], faults=["pause"], phases=["steady"])
+        call = Call(op, 1 << 20, root=1)
+        case = replace(case, ranks=2, victim=0, calls=(call,), async_op=False, how=how)
+        played = play(case)
+        assert breaches(played) == [], str(case)
+        late, other = (played.word(rank, "over")["seq"] for rank in range(2))
+        assert late <= other, "it has ended a call that the other rank has given up"
 
 
 @pytest.mark.parametrize("phase", ["init", "split", "shutdown"])

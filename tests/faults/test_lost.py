@@ -1,15 +1,18 @@
-"""A process that dies is detected at once, and named, by every rank."""
+"""A process that dies is detected at once, and named, by every rank; also while a group is made."""
 
 from __future__ import annotations
 
-import ctypes
 import mmap
-import multiprocessing
 import os
 import signal
-import tempfile
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +21,8 @@ import pytest
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, PeerLost, Timeout
 from tests.extent import each_pair, each_value
-from tests.ranks import attempt, on_processes, run_processes
+from tests.faults.injection.player import Player
+from tests.ranks import attempt, in_processes, on_processes, run_processes
 from tests.soak.held import descriptors
 
 # Seconds, as the design promises. The promise is that no wait for a dead rank lasts longer, but a
@@ -181,175 +185,45 @@ def test_who_is_left_can_go_on_point_to_point(transport):
     assert attempt(3, job, transport=transport) == [10, 10, None]
 
 
-# ------------------------------------------------------------------------------------------ stopped
-# A rank that is stopped in the middle of a collective until the others have given up, and goes on.
-#
-# It must hear that the group is over, whatever it has read meanwhile; and what it still writes must
-# not reach memory that the others use again.
+# ----------------------------------------------------------------------------------------- aborted
+# What an abort means to a rank that was stopped meanwhile: in a call, or in the abort itself.
 
 
-NUMEL = 8 << 20  # 32 MiB: long enough to be stopped in
-ROOT, VICTIM = 0, 1
-OLD, NEW = 1.0, 7.0  # of rank 0's array while it calls, and when it has left
-ATTEMPTS = 200  # of which most machines need a few
+class Late:
+    """A rank that is stopped in a call, or that aborts."""
+
+    def __init__(self, folder, rank, say):
+        self.say = say
+        self.group = Communicator(Store.file(str(folder)), rank, 2, transport="shm", timeout=20)
+        self.group.barrier()
+
+    def call(self):
+        self.say("waits")
+        self.group.barrier()
+        with pytest.raises(Error) as caught:
+            self.group.barrier()
+        return str(caught.value)
+
+    def abort(self):
+        self.group.barrier()
+        self.group.abort("a step that failed")
 
 
-def buffers(c, heap, numel, needs):
-    """Filled arrays in the heap or not: of this size, twice as long, and so long for a result.
-
-    Those that the call does not need are empty, since others take their time to fill.
-    """
-
-    def make(name, n, value):
-        n = n if name in needs else 0
-        array = np.asarray(c.allocate(n)) if heap else np.empty(n, np.float32)
-        array[:] = value
-        return array
-
-    mine = OLD if c.rank == ROOT else 2.0
-    return make("x", numel, mine), make("wide", 2 * numel, mine), make("out", 2 * numel, 0.0)
-
-
-# A call, its buffers, and what the last of them holds on the victim where the call ends well.
-CALLS = {
-    "all_reduce": (lambda c, x, wide, out: c.all_reduce(x), ["x"], OLD + 2),
-    "broadcast": (lambda c, x, wide, out: c.broadcast(x, ROOT), ["x"], OLD),
-    "all_gather": (lambda c, x, wide, out: c.all_gather(x, out), ["x", "out"], OLD),
-    "reduce_scatter": (lambda c, x, wide, out: c.reduce_scatter(wide, x), ["wide", "x"], OLD + 2),
-    "all_to_all": (lambda c, x, wide, out: c.all_to_all(wide, out), ["wide", "out"], OLD),
-    "scatter": (lambda c, x, wide, out: c.scatter(wide, x, ROOT), ["wide", "x"], OLD),
-}
-
-
-class SignalEvent(ctypes.Structure):
-    """struct sigevent, of which a timer reads the number of the signal."""
-
-    _fields_ = (("value", ctypes.c_void_p), ("signo", ctypes.c_int), ("rest", ctypes.c_int * 13))
-
-
-def stop_after(seconds):
-    """Stop this process when it has computed for so long, however many others want its core."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    event, timer = SignalEvent(signo=signal.SIGSTOP), ctypes.c_void_p()
-    when = (ctypes.c_long * 4)(0, 0, int(seconds), int(seconds % 1 * 1e9))
-    clock = time.CLOCK_PROCESS_CPUTIME_ID
-    assert libc.timer_create(clock, ctypes.byref(event), ctypes.byref(timer)) == 0
-    assert libc.timer_settime(timer, 0, when, None) == 0
-
-
-def rank_main(rank, folder, name, heap, seconds, say):
-    call, needs, right = CALLS[name]
-    c = Communicator(Store.file(folder), rank, 2, transport="shm", timeout=20)
-    arrays = buffers(c, heap, NUMEL, needs)
-    c.barrier()
-    if rank == VICTIM:
-        stop_after(seconds)
-    outcome = None
+def test_an_abort_that_follows_a_call_takes_nothing_from_it(tmp_path):
+    late, other = range(2)
+    player = Player(partial(Late, tmp_path / "store"), tmp_path, 20)
     try:
-        c.timeout = 0.4
-        call(c, *arrays)
-    except Error as error:
-        outcome = type(error), str(error)
-    if rank == VICTIM:
-        got = dict(zip(("x", "wide", "out"), arrays, strict=True))[needs[-1]]
-        return say.send((outcome, bool((got[:NUMEL] == right).all())))
-    c.close()
-    if outcome is not None:
-        for array in arrays:
-            array[:] = NEW
-    say.send(outcome)
-    say.recv()  # the victim has gone on and has ended
-    say.send(outcome is None or all((array == NEW).all() for array in arrays))
-
-
-def is_stopped(process):
-    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-
-@contextmanager
-def piped(main, *args):
-    """Run ``main(rank, folder, *args, pipe)`` on two forked processes; give them and our ends."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe() for _ in range(2)]
-        ranks = [
-            context.Process(target=main, args=(r, folder, *args, pipes[r][1])) for r in range(2)
-        ]
-        for rank in ranks:
-            rank.start()
-        try:
-            yield ranks, [pipe[0] for pipe in pipes]
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.join()
-
-
-def play(name, heap, seconds):
-    """Stop the victim in the call; return what became of (rank 0, the victim, rank 0's memory)."""
-    with piped(rank_main, name, heap, seconds) as (ranks, said):
-        end = time.monotonic() + 30
-        while not (is_stopped(ranks[VICTIM]) or said[VICTIM].poll(0.002)):
-            assert time.monotonic() < end
-        assert said[ROOT].poll(30)
-        first = said[ROOT].recv()
-        end = time.monotonic() + 30
-        while ranks[VICTIM].is_alive() and time.monotonic() < end:
-            os.kill(ranks[VICTIM].pid, signal.SIGCONT)  # it may stop after the call
-            if said[VICTIM].poll(0.01):
-                break
-        second = said[VICTIM].recv()
-        said[ROOT].send("go on")
-        return first, second, said[ROOT].recv()
-
-
-@each_value
-@pytest.mark.parametrize("heap", [True, False], ids=["heap", "private"])
-@pytest.mark.parametrize("name", CALLS)
-def test_a_rank_that_goes_on_late_neither_succeeds_nor_writes(name, heap):
-    stopped_inside = False
-    for number in range(ATTEMPTS):
-        # The kernel looks at such timers at its ticks, milliseconds apart; a call takes several.
-        first, (second, right), kept = play(name, heap, 1e-3 * (1 + number % 20))
-        assert kept, "memory of a rank that had left has changed"
-        assert second is not None or right, "a call has succeeded with a wrong result"
-        if first is not None:
-            assert first[0] is Timeout
-            assert second is not None, "success, though the other rank has given up"
-            stopped_inside = True
-            break
-    assert stopped_inside, "the victim was never stopped in the middle of its call"
-
-
-def late_rank_main(rank, folder, say):
-    c = Communicator(Store.file(folder), rank, 2, transport="shm", timeout=20)
-    c.barrier()
-    if rank == VICTIM:
-        say.send("waits")
-        c.barrier()
-        say.send("ends well")
-        try:
-            c.barrier()
-        except Error as error:
-            return say.send(str(error))
-    say.recv()
-    c.barrier()
-    c.abort("a step that failed")
-    say.send("has aborted")
-    say.recv()
-
-
-def test_an_abort_that_follows_a_call_takes_nothing_from_it():
-    with piped(late_rank_main) as (ranks, said):
-        assert said[VICTIM].recv() == "waits"
-        time.sleep(0.5)  # it is in its barrier, which lacks rank 0 alone
-        os.kill(ranks[VICTIM].pid, signal.SIGSTOP)
-        said[ROOT].send("go on")
-        assert said[ROOT].recv() == "has aborted"
-        os.kill(ranks[VICTIM].pid, signal.SIGCONT)
-        assert said[VICTIM].poll(20)
-        assert said[VICTIM].recv() == "ends well"
-        assert "a step that failed" in said[VICTIM].recv()
+        for rank in (late, other):
+            player.start(rank)
+        player.send("call", to=[late])
+        player.gather("waits", [late])
+        time.sleep(0.5)  # it is in its barrier, which lacks the other rank alone
+        player.kill(late, signal.SIGSTOP)
+        player.tell("abort", to=[other])
+        player.kill(late, signal.SIGCONT)
+        assert "a step that failed" in player.gather("call", [late])[late]
+    finally:
+        player.stop()
 
 
 @on_processes(2)
@@ -370,3 +244,225 @@ def test_an_abort_counts_from_its_start(c):
 
     with pytest.raises(Error, match="rank 1 aborted the group, but its reason did not arrive"):
         calls()
+
+
+# --------------------------------------------------------------------------------------- rendezvous
+# Failures while a group is made: every rank gets an error at once, with the reason and the rank.
+
+
+SOON = 2.0
+"""Seconds; ten times what is needed, since other tests may keep the machine busy."""
+LONG = 20.0
+ROOT = Path(__file__).parents[2]
+
+
+def outcomes(tmp_path: Path, size: int, job) -> list[tuple[str, int | None, str] | None]:
+    """Return kind, rank and text of the error of `job(store, rank)` on ranks that are processes."""
+
+    def main(rank: int) -> tuple[str, int | None, str] | None:
+        try:
+            job(Store.file(str(tmp_path)), rank)
+        except BaseException as error:
+            return type(error).__name__, getattr(error, "rank", None), str(error)
+        return None
+
+    return in_processes(size, main, LONG)
+
+
+@contextmanager
+def soon() -> Iterator[None]:
+    """Check that the block ends soon, whether it raises or not."""
+    start = time.monotonic()
+    try:
+        yield
+    finally:
+        assert time.monotonic() - start < SOON
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_a_death_during_the_rendezvous_is_named(tmp_path, transport):
+    def job(store, rank):
+        if rank == 0:
+            time.sleep(0.5)  # it joins late and still gets the error
+        if rank == 1:
+            threading.Timer(0.2, die).start()
+        with soon():
+            Communicator(store, rank, 3, transport=transport, timeout=LONG)
+
+    first, second, third = outcomes(tmp_path, 3, job)
+    assert second is None
+    for facts in (first, third):
+        kind, lost, text = facts
+        assert (kind, lost) == ("PeerLost", 1), text
+        assert 'rank 1 died while group "default" was made: its process' in text
+
+
+def test_a_group_knows_of_deaths_while_another_is_made_from_it(tmp_path):
+    """Each rank acts as if on a host of its own, so no rank sees another's process."""
+
+    def job(store, rank):
+        options = {"nodes": range(3), "timeout": LONG}
+        world = Communicator(store, rank, 3, **options)
+        world.all_reduce(np.ones(3))
+        if rank == 1:
+            die()
+        ranks = [2, 1, 0]
+        options |= {"group": "backwards", "parent": world, "parent_ranks": ranks}
+        with soon():
+            Communicator(store, ranks.index(rank), 3, **options)
+
+    first, _, third = outcomes(tmp_path, 3, job)
+    for facts in (first, third):
+        kind, lost, text = facts
+        assert (kind, lost) == ("PeerLost", 1), text
+        assert "the group that it is in already has lost it" in text
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_abort_of_the_parent_ends_the_rendezvous_for_all(transport):
+    over = threading.Barrier(3)
+
+    def abort(c):  # a parent that was aborted before could be made anew, by fewer ranks
+        for rank in (0, 1):
+            store.get(f"second/here/{rank}", LONG)
+        c.abort("the user pressed stop")
+
+    def job(c):
+        try:
+            c.barrier()
+            if c.rank == 2:
+                return  # it never joins the second rendezvous
+            if c.rank == 1:
+                threading.Thread(target=abort, args=(c,)).start()
+            with soon():
+                Communicator(store, c.rank, 3, parent=c, transport=transport, **second)
+        finally:
+            over.wait(LONG)
+
+    store, second = Store.local(), {"group": "second", "timeout": LONG}
+    *told, silent = attempt(3, job, transport=transport)
+    assert silent is None
+    for error in told:
+        assert isinstance(error, Error), error
+        assert "rank 1 was aborted after barrier #1: the user pressed stop" in str(error)
+
+
+def test_a_signal_ends_the_wait_for_others_and_they_hear_of_it(tmp_path):
+    def job(store, rank):
+        if rank == 2:
+            return  # it never joins
+        if rank == 1:
+            time.sleep(0.3)  # so that it learns of a failure that is already known
+        else:
+            # A shell starts background jobs with SIGINT ignored, and these tests may be such a job.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with soon():
+            Communicator(store, rank, 3, timeout=LONG)
+
+    first, second, _ = outcomes(tmp_path, 3, job)
+    assert first[0] == "KeyboardInterrupt"
+    assert second[0] == "Error"
+    assert "rank 0 has left the rendezvous" in second[2]
+    assert "KeyboardInterrupt" in second[2]
+
+
+def test_a_rank_that_gives_up_tells_its_reason(tmp_path):
+    """Its process may be gone before the others have looked for a reason again."""
+
+    def job(store, rank):
+        try:
+            interface = "no-such-interface" if rank == 1 else None
+            Communicator(store, rank, 2, transport="tcp", interface=interface, timeout=LONG)
+        except Error:
+            if rank == 1:
+                die()
+            raise
+
+    for turn in range(8):
+        (tmp_path / str(turn)).mkdir()
+        facts, _ = outcomes(tmp_path / str(turn), 2, job)
+        assert facts is not None
+        assert '"no-such-interface"' in facts[2]
+
+
+def test_the_parent_must_have_these_ranks():
+    world = Communicator(Store.local(), 0, 1)
+    for ranks in ([0], [0, 7]):
+        with pytest.raises(Error, match="parent"):
+            Communicator(Store.local(), 0, 2, parent=world, parent_ranks=ranks)
+    assert issubclass(PeerLost, Error)
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_an_unseen_process_may_run_on_a_clone(lives):
+    """Clones have the same host id. The test plays rank 1; rank 2 never joins."""
+    store = Store.local()
+    with ThreadPoolExecutor() as ranks:
+        outcome = ranks.submit(Communicator, store, 0, 3, timeout=5)
+        word = store.get("default/here/0", LONG).decode()
+        ours, number = f" {os.getpid()} ", 1 << 22  # larger than any pid
+        assert ours in word
+        store.set("default/here/1", word.replace(ours, f" {number} "))
+        if lives:
+            store.get("default/asked/1", LONG)
+            store.set("default/alive/1", "yes")
+        error = outcome.exception(LONG)
+    if lives:
+        assert isinstance(error, Timeout)
+        assert str(error).endswith("did not come (here): 2")
+    else:
+        assert isinstance(error, PeerLost)
+        assert error.rank == 1
+        assert "PYCOMM_HOST_ID" in str(error)
+
+
+def test_a_rank_that_is_asked_whether_it_lives_answers():
+    """The set-up is the same as above, but here the test plays the other machine."""
+    store = Store.local()
+    with ThreadPoolExecutor() as ranks:
+        outcome = ranks.submit(Communicator, store, 0, 2, timeout=3)
+        store.set("default/asked/0", "yes")
+        assert store.get("default/alive/0", LONG) == b"yes"
+        assert isinstance(outcome.exception(LONG), Timeout)
+
+
+NAMED_HOST = """
+import sys
+from pycomm.communicator import Communicator, Store
+with Communicator(Store.file(sys.argv[1]), int(sys.argv[2]), 2, timeout=20) as c:
+    c.barrier()
+    print(c.describe())
+"""
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a", "b")])
+def test_machines_have_the_names_that_they_are_given(tmp_path, names):
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", NAMED_HOST, str(tmp_path), str(rank)],
+            env={**os.environ, "PYCOMM_HOST_ID": name, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, name in enumerate(names)
+    ]
+    for rank in ranks:
+        said = rank.communicate(timeout=60)[0]
+        assert ("shm" in said, "tcp" in said) == (names[0] == names[1], names[0] != names[1])
+
+
+def test_a_failing_store_hides_no_error(tmp_path):
+    """A rank that gives up reads the reason in the store; an error of the store says less."""
+    options = {"transport": "tcp", "interface": "none0"}
+    with pytest.raises(Timeout):
+        Communicator(Store.file(str(tmp_path)), 0, 2, timeout=0.1, **options)
+    (reason,) = tmp_path.glob("*given*up*")
+    reason.unlink()
+    reason.mkdir()  # that cannot be read
+    with pytest.raises(Error, match="no interface fits PYCOMM_INTERFACE"):
+        Communicator(Store.file(str(tmp_path)), 1, 2, timeout=LONG, **options)

@@ -1,7 +1,7 @@
 """Mutation tests: do the tests notice small mistakes in the sources?
 
     python -m tests.mutants                  # all, in an hour on one quiet core
-    python -m tests.mutants --only NAME...   # mutants by name, or those of a kind or of a file
+    python -m tests.mutants --only NAME...   # mutants by name, or those of a file
     python -m tests.mutants --list
 
 Each mutant is one mistake that a reviewer fears, with the tests that should notice it. It is made
@@ -25,8 +25,7 @@ from pathlib import Path
 
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin
-from tests.mutants.catalogue import MUTANTS
-from tests.mutants.mutant import Mutant, Stale
+from tests.mutants.catalogue import MUTANTS, Mutant, Stale
 from tests.mutants.staged import ROOT, BuildFailed, Ran, Staged, run
 
 BUILD = ROOT / "build" / "mutants"
@@ -40,17 +39,17 @@ OUTCOMES = {"passed": "escaped", "failed": "caught", "hung": "hung", "nothing": 
 def main() -> int:
     about, _, _ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=about)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names, kinds, files")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names, files")
     parser.add_argument("--list", action="store_true", help="print the mutants, and run none")
     args = parser.parse_args()
     only = set(args.only)
-    chosen = [m for m in MUTANTS if not only or only & {m.name, m.kind, m.file}]
+    chosen = [m for m in MUTANTS if not only or only & {m.name, m.file}]
     if not chosen:
         print(f"no mutant is called {' or '.join(args.only)}")
         return 2
     if args.list:
         for m in chosen:
-            print(f"{m.kind:<10}{m.name:<50}{m.file}: {m.function}")
+            print(f"{m.name:<50}{m.file}: {m.function}")
         print(f"{len(chosen)} mutants")
         return 0
     copy, begin = Staged(BUILD), time.monotonic()
@@ -119,7 +118,7 @@ def _write(mutant: Mutant, result: Mapping[str, object], path: Path = RESULTS) -
     rows: dict[str, dict[str, object]] = {}
     if path.exists():
         rows = {row["name"]: dict(row) for row in tables.read(path)}
-    about = {"name": mutant.name, "kind": mutant.kind, "file": mutant.file}
+    about = {"name": mutant.name, "file": mutant.file}
     rows[mutant.name] = {**about, "function": mutant.function, "tests": mutant.tests, **result}
     path.unlink(missing_ok=True)
     tables.append(path, [rows[m.name] for m in MUTANTS if m.name in rows])

@@ -14,14 +14,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tests.mutants.mutant import Mutant
+from pycomm.bench.lab import subreaper
+from tests.mutants.catalogue import Mutant
 
 ROOT = Path(__file__).parents[2]
 STAMPS = ("_c10d.torch", "libpycomm.headers")  # they say what the binaries were built of
@@ -49,14 +49,14 @@ class Staged:
         """
         names = _names()
         for name in names:
-            _write(self.folder / name, (ROOT / name).read_bytes())
+            write(self.folder / name, (ROOT / name).read_bytes())
         for link, target in PACKAGES.items():
             if not (self.folder / link).is_symlink():
                 (self.folder / link).symlink_to(self.folder / target)
         listed = self.folder / "build" / "files"
         for gone in set(listed.read_text().splitlines() if listed.exists() else ()) - set(names):
             (self.folder / gone).unlink(missing_ok=True)
-        _write(listed, "\n".join(names).encode())
+        write(listed, "\n".join(names).encode())
         if compiled:
             self.build()
         else:
@@ -126,7 +126,8 @@ def _names() -> Sequence[str]:
     return sorted({name for name in found.splitlines() if (ROOT / name).is_file()})
 
 
-def _write(path: Path, data: bytes) -> None:
+def write(path: Path, data: bytes) -> None:
+    """Write a file, unless it is so already: what is made of it stays then."""
     if not path.exists() or path.read_bytes() != data:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -142,7 +143,6 @@ def _rewrite(path: Path, data: bytes) -> None:
 # ------------------------------------------------------------------ running tests in it
 
 Outcome = Literal["passed", "failed", "hung", "nothing"]
-MARK = "MUTANT_RUN"
 PASSED, FAILED, INTERRUPTED = 0, 1, 2  # exit statuses of pytest
 
 
@@ -159,27 +159,28 @@ class Ran:
 
 def run(staged: Staged, tests: Iterable[str], limit: float) -> Ran:
     """Run tests in the copy, as it is, until the first fails."""
-    mark = uuid.uuid4().hex
     with tempfile.TemporaryDirectory(prefix="pycomm-mutant-") as folder:
         log = Path(folder) / "log"
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+        # All processes of the run end with it, those that have left its session, too.
+        command = [sys.executable, "-I", "-S", subreaper.__file__, str(os.getpid())]
+        command += [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *tests]
         begin = time.monotonic()
         with log.open("wb") as out:
             process = subprocess.Popen(
-                [*command, *tests],
+                command,
                 cwd=staged.folder,
-                env=staged.environment({MARK: mark, "TMPDIR": folder}),
+                env=staged.environment({"TMPDIR": folder}),
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
             try:
                 status: int | None = process.wait(limit)
             except subprocess.TimeoutExpired:
                 status = None
             finally:
-                _end(process, mark)
+                process.send_signal(signal.SIGHUP)
+                process.wait()
         seconds = time.monotonic() - begin
         output = log.read_text(errors="replace")
         return Ran(_outcome(status, output), seconds, _by(output), output)
@@ -192,23 +193,9 @@ def _outcome(status: int | None, output: str) -> Outcome:
         # All tests were left out: nothing was shown.
         return "passed" if re.search(r"\b[1-9]\d* passed", output) else "nothing"
     # A process that crashed has failed, too.
-    return "failed" if status in (FAILED, INTERRUPTED) or status < 0 or status > 5 else "nothing"
+    return "failed" if status in (FAILED, INTERRUPTED) or status > 5 else "nothing"
 
 
 def _by(output: str) -> str:
     found = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
     return found[1] if found else ""
-
-
-def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End the run's processes: those of its session, and those that have left it."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-    ours = f"{MARK}={mark}".encode()
-    for folder in Path("/proc").iterdir():
-        try:
-            if folder.name.isdigit() and ours in (folder / "environ").read_bytes().split(b"\0"):
-                os.kill(int(folder.name), signal.SIGKILL)
-        except OSError:  # it has ended meanwhile, or belongs to another user
-            continue

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants.catalogue import MUTANTS
-from tests.mutants.mutant import Mutant, Stale
+from tests.mutants.catalogue import MUTANTS, Mutant, Stale
 
 ROOT = Path(__file__).parents[2]
 

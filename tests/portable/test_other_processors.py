@@ -1,15 +1,20 @@
 """Other processors make the same bytes: older x86-64 under an emulator, and aarch64.
 
 The emulated processors run this build's libpycomm, and so the loops that it has for them. The
-driver for aarch64 is compiled by `make portable`, which takes minutes; then it runs here, too.
+driver for aarch64 is compiled by `make portable`, which runs this file as a program. It takes
+g++-aarch64-linux-gnu and qemu-user, and ten minutes at first; later only what has changed is
+compiled again.
 """
 
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import struct
 import subprocess
+import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import product
@@ -25,9 +30,12 @@ from tests.codecs.test_golden import all_entries, golden
 from tests.collectives.ways import CANONICAL, REDUCIBLE, folded
 from tests.compiling import ROOT, compile_cpp
 from tests.core.test_arithmetic import special
-from tests.portable.__main__ import AARCH64
 
 LIBRARY = ROOT / "pycomm"
+DRIVER = Path(__file__).parent / "driver.cpp"
+FOLDER = ROOT / "build/portable"
+AARCH64 = FOLDER / "driver-aarch64"
+COMPILER = "aarch64-linux-gnu-g++"
 # Processors without AVX (2008), with AVX2 but without AVX-512 (2013), and the level that they have.
 EMULATED = {"Nehalem": "default", "Haswell": "x86-64-v3"}
 # Of the register FPCR: flush denormals; round toward plus and minus infinity, and toward zero.
@@ -45,9 +53,8 @@ def emulator(name: str) -> str:
 def driver(tmp_path_factory):
     """Compile the driver against libpycomm."""
     binary = tmp_path_factory.mktemp("portable") / "driver"
-    source = Path(__file__).parent / "driver.cpp"
     link = (LIBRARY / "libpycomm.so", f"-Wl,-rpath,{LIBRARY}")
-    compile_cpp(source, binary, "-std=gnu++17", "-O1", f"-I{ROOT / 'csrc'}", link=link)
+    compile_cpp(DRIVER, binary, "-std=gnu++17", "-O1", f"-I{ROOT / 'csrc'}", link=link)
     return binary
 
 
@@ -201,3 +208,45 @@ def test_ranks_of_any_processors_have_equal_bits(driver, tmp_path, kinds):
         for part, want, first in zip(parts, expected[rank], found[0], strict=True):
             assert np.array_equal(part, want)
             assert part is parts[2] or np.array_equal(part, first)
+
+
+# --------------------------------------------------------------------------------- make portable
+
+
+def flags() -> list[str]:
+    """Return the flags of CMakeLists.txt that decide about bits, and what ranks compare."""
+    (found,) = re.findall(r"^set\(CXX_FLAGS (.*)\)$", (ROOT / "CMakeLists.txt").read_text(), re.M)
+    version = f'-DPYCOMM_VERSION="{pycomm.__version__}"'
+    return ["-std=gnu++17", "-O1", f"-I{ROOT / 'csrc'}", version, *found.split()]
+
+
+def compile_aarch64(folders: Sequence[str]) -> None:
+    """Compile what is older than any header that it might include, and link the driver."""
+    sources = [DRIVER]
+    for folder in folders:
+        sources += sorted((ROOT / "csrc" / folder).rglob("*.cpp"))
+    newest = max(f.stat().st_mtime for d in folders for f in (ROOT / "csrc" / d).rglob("*.h"))
+    FOLDER.mkdir(parents=True, exist_ok=True)
+
+    def compile_one(source: Path) -> Path:
+        made = FOLDER / ("_".join(source.relative_to(ROOT).parts) + ".o")
+        if not made.exists() or made.stat().st_mtime < max(newest, source.stat().st_mtime):
+            command = [COMPILER, *flags(), "-c", str(source), "-o", str(made)]
+            subprocess.run(command, check=True)
+        return made
+
+    with ThreadPoolExecutor(2) as workers:
+        objects = list(workers.map(compile_one, sources))
+    # A static glibc warns that OpenSSL, which TLS loads at run time, needs the same glibc.
+    libraries = ["-lpthread", "-ldl", "-Wl,--no-warnings"]
+    subprocess.run(
+        [COMPILER, "-static", *map(str, objects), *libraries, "-o", str(AARCH64)], check=True
+    )
+
+
+if __name__ == "__main__":
+    if shutil.which(COMPILER) is None:
+        raise SystemExit(f"there is no {COMPILER}: apt-get install g++-aarch64-linux-gnu qemu-user")
+    compile_aarch64(["core", "codecs", "transports", "collectives"])
+    tests = [sys.executable, "-m", "pytest", "--quiet", str(Path(__file__).parent)]
+    raise SystemExit(subprocess.run(tests, check=False).returncode)

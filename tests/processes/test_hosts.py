@@ -21,8 +21,7 @@ from pycomm.bench.lab.wan import Shape
 from pycomm.straggler import RankStats, compare
 from tests.extent import FULL, part
 from tests.faults.injection.case import NETWORK, draw
-from tests.faults.injection.judge import breaches
-from tests.faults.injection.play import lab_of, play
+from tests.faults.injection.play import breaches, play
 from tests.processes.labs import far_hosts, near_hosts, printed_by
 
 # Checks all collectives and messages by `==`; prints how the rank is connected.
@@ -43,54 +42,15 @@ with Communicator.from_env(sys.argv[1], timeout=30.0) as c:
         assert np.array_equal(outs, of.mine)
     print(c.describe())
 """
-JOB = [sys.executable, "-c", CHECK_ALL]
 
 
-def run(
-    rate: str, ranks_per_node: int, command: list[str], env: Mapping[str, str] | None = None
-) -> list[tuple[int, str, str]]:
-    """Status, output and errors of each rank on two hosts; the command gets a shared folder."""
-    with near_hosts(2, rate) as lab, tempfile.TemporaryDirectory() as folder:
-        # The lab names its interface to Gloo, and so to us; here we choose.
-        command = ["env", "-u", "GLOO_SOCKET_IFNAME", *command, folder]
-        ranks = lab.start(
-            command,
-            ranks_per_node=ranks_per_node,
-            env=dict(os.environ) | dict(env or {}),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        texts = [rank.communicate(timeout=60) for rank in ranks]
-        return [
-            (rank.returncode, out.decode(), err.decode())
-            for rank, (out, err) in zip(ranks, texts, strict=True)
-        ]
-
-
-def good(outcomes: list[tuple[int, str, str]]) -> list[str]:
-    for status, _, errors in outcomes:
-        assert status == 0, errors
-    return [out for _, out, _ in outcomes]
-
-
-def test_shared_memory_inside_a_host_and_tcp_between():
-    said = good(run("unlimited", 2, JOB))
-    for rank, text in enumerate(said):
+def test_shared_memory_inside_a_host_and_tcp_between(tmp_path):
+    with near_hosts(2, "unlimited") as lab:
+        store = str(tmp_path / "store")
+        text = printed_by(lab, CHECK_ALL, tmp_path, store, ranks_per_node=2)
+    for rank in range(4):
         neighbour, others = rank ^ 1, "2,3" if rank < 2 else "0,1"
         assert f"shm with {neighbour}; tcp to {others} by eth0 (10.77.0." in text
-
-
-def test_loopback_between_hosts_is_refused():
-    for variable in ("PYCOMM_INTERFACE", "NCCL_SOCKET_IFNAME"):
-        for status, _, errors in run("unlimited", 1, JOB, {variable: "lo"}):
-            assert status != 0
-            assert '"lo" is loopback, which no other host can reach; PYCOMM_INTERFACE' in errors
-
-
-def test_a_master_name_for_loopback_does_no_harm():
-    # As where /etc/hosts maps the host's own name to 127.0.1.1.
-    command = ["env", "MASTER_ADDR=127.0.1.1", *JOB]
-    assert all("by eth0 (10.77.0." in text for text in good(run("unlimited", 1, command)))
 
 
 # ------------------------------------------------------------------------------ failures for good
@@ -99,10 +59,8 @@ def test_a_master_name_for_loopback_does_no_harm():
 
 @pytest.fixture(scope="module")
 def lab():
-    try:
-        return lab_of(4)
-    except netlab.LabUnavailable as error:
-        pytest.skip(f"no network namespaces: {error}")
+    with near_hosts(4, "unlimited") as lab:
+        yield lab
 
 
 PHASES = ("split", "steady")
@@ -302,6 +260,7 @@ def test_ranks_of_different_locales_know_the_same_links(locales, tmp_path):
 # A rank sums integers over a group, with variables of its own ({"0": {...}, "1": {...}}).
 SUM = r"""
 import json, os, sys
+os.environ.pop("GLOO_SOCKET_IFNAME", None)  # the lab's choice; here we choose
 os.environ |= json.loads(sys.argv[2]).get(os.environ["RANK"], {})
 os.environ["WORLD_SIZE"] = sys.argv[4]
 if int(os.environ["RANK"]) >= int(sys.argv[4]):
@@ -346,6 +305,23 @@ def add_v6(lab: netlab.Netlab, node: int) -> str:
     address = f"fd77::{node + 1}"
     lab._shell(node + 1, [f"ip -6 addr add {address}/64 dev eth0 nodad"])
     return address
+
+
+@pytest.mark.parametrize("variable", ["PYCOMM_INTERFACE", "NCCL_SOCKET_IFNAME"])
+def test_loopback_between_hosts_is_refused(tmp_path, variable):
+    with near_hosts(2, "unlimited") as lab:
+        lines = described_by(lab, tmp_path, both({variable: "lo"}))
+    assert len(lines) == 2
+    for line in lines:
+        assert '"lo" is loopback, which no other host can reach; PYCOMM_INTERFACE' in line
+
+
+def test_a_master_name_for_loopback_does_no_harm(tmp_path):
+    """As where /etc/hosts maps the host's own name to 127.0.1.1."""
+    with near_hosts(2, "unlimited") as lab:
+        lines = described_by(lab, tmp_path, both({"MASTER_ADDR": "127.0.1.1"}))
+    assert len(lines) == 2
+    assert all("by eth0 (10.77.0." in line for line in lines)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soak.director import ELDER, FAULTS, draw
+from tests.soak.__main__ import ELDER, FAULTS, draw
 from tests.soak.held import COUNTS, GROWTH, MEMORY, Sample, breaches, growths, held_at_rest
 
 

@@ -15,13 +15,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pycomm.bench.netlab import LabUnavailable
-from tests.world.nodes import Nodes
+from tests.world.test_manifests import Nodes
 
 ROOT = Path(__file__).parents[2]
 STEPS = 40
@@ -163,12 +164,6 @@ class SlurmCluster:
         self._daemons = []
         self.nodes.close()
 
-    def __enter__(self) -> SlurmCluster:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 def _program(name: str) -> str | None:
     return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
@@ -192,7 +187,7 @@ def cluster(tmp_path_factory):
         cluster = SlurmCluster(tmp_path_factory.mktemp("slurm"), nodes=3)
     except LabUnavailable as error:
         pytest.skip(f"no Slurm: {error}")
-    with cluster:
+    with closing(cluster):
         yield cluster
 
 

@@ -18,11 +18,18 @@ import pycomm
 from pycomm import _test
 from pycomm.codecs import RandomKey
 from pycomm.straggler import compare, rank_stats
-from tests.collectives.coded import test_nodes, test_shards
-from tests.collectives.coded.test_collectives import SEED, TENSORS, check, reduce_once
+from tests.collectives.coded import test_schedules
+from tests.collectives.coded.test_collectives import (
+    TENSORS,
+    all_gather,
+    check,
+    check_all_gather,
+    check_reduce_scatter,
+    reduce_once,
+    reduce_scatter,
+)
 from tests.collectives.test_hierarchical import NODES, options
 from tests.collectives.ways import WAYS
-from tests.extent import each_value
 from tests.ranks import attempt, run
 
 KINDS = [
@@ -50,55 +57,18 @@ class Simple:
         return payload / 8
 
 
-@pytest.fixture
-def all_simple(kind: dict[str, Any]) -> dict[int, Simple]:
-    """The codec of a kind, for each tensor."""
-    return dict.fromkeys(TENSORS, Simple(_test.Simple(**kind), kind["combine"]))
-
-
-kinds = pytest.mark.parametrize("kind", KINDS, ids=describe)
-
-
-@kinds
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_bytes_of_the_model(all_simple, ranks):
-    check(run(ranks, reduce_once(list(TENSORS), all_simple)), all_simple)
-
-
-@each_value
-@kinds
-@pytest.mark.parametrize("way", ["direct", "tcp"])
-def test_result_is_independent_of_way_and_segments(all_simple, way):
-    job = reduce_once(list(TENSORS), all_simple)
-    check(run(3, job, **WAYS[way], segment_bytes=700), all_simple)
-
-
-@kinds
-def test_on_nodes_the_result_is_that_of_their_sums(all_simple):
-    outcomes = run(4, test_nodes.job(all_simple), **options("mixed"))
-    test_nodes.check(outcomes, NODES["mixed"], all_simple)
-
-
-@kinds
-def test_both_halves(all_simple):
-    """Rows go through reduce_scatter and all_gather."""
-    whole = run(3, test_shards.reduce_scatter(codecs=all_simple), segment_bytes=700)
-    test_shards.check_reduce_scatter(whole, codecs=all_simple)
-    rows = run(3, test_shards.all_gather(False, all_simple), segment_bytes=700)
-    test_shards.check_all_gather(rows, all_simple)
-
-
-@pytest.mark.parametrize("combine", ["recode", "gather"])
-def test_keys(combine):
-    """Each encoder uses the seed that hop_seed in coded.h documents."""
-    ranks = 3
-    codec = Simple(_test.Simple(combine), combine)
-    _test.take_seeds()
-    run(ranks, reduce_once(list(TENSORS), dict.fromkeys(TENSORS, codec)))
-    expected = {_test.hop_seed(SEED, r) for r in range(ranks)}
-    if combine == "recode":
-        expected.add(_test.hop_seed(SEED, -1))
-    assert set(_test.take_seeds()) == expected
+@pytest.mark.parametrize("kind", KINDS, ids=describe)
+def test_every_schedule_has_the_bytes_of_the_model(kind):
+    codecs = dict.fromkeys(TENSORS, Simple(_test.Simple(**kind), kind["combine"]))
+    job, segments = reduce_once(list(TENSORS), codecs), {"segment_bytes": 700}
+    for ranks in (1, 2, 3, 8):
+        check(run(ranks, job), codecs)
+    for way in ("direct", "tcp"):
+        check(run(3, job, **WAYS[way], **segments), codecs)
+    by_nodes = run(4, test_schedules.job(codecs), **options("mixed"))
+    test_schedules.check(by_nodes, NODES["mixed"], codecs)
+    check_reduce_scatter(run(3, reduce_scatter(codecs=codecs), **segments), codecs=codecs)
+    check_all_gather(run(3, all_gather(False, codecs), **segments), codecs)
 
 
 def test_only_the_used_bytes_travel():

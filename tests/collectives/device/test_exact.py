@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import re
-import threading
 import time
 
 import numpy as np
@@ -18,13 +17,18 @@ import pycomm
 from pycomm import _C, _test
 from tests import ranks as channels
 from tests.collectives.device import jobs
-from tests.collectives.device.jobs import SPECS, Bucket, DType
-from tests.collectives.device.ranks import Rank, attempt, run, run_processes
+from tests.collectives.device.jobs import (
+    SPECS,
+    Bucket,
+    DType,
+    Rank,
+    attempt,
+    run,
+    run_processes,
+)
 from tests.collectives.ways import RANKS, integers
 from tests.compiling import run_preloaded
 from tests.extent import each_value
-
-every_count = pytest.mark.parametrize("ranks", RANKS)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
@@ -32,19 +36,10 @@ def test_every_type_and_op_has_the_bits_of_the_processor(ranks):
     assert run(ranks, jobs.reduce_all_types) == [2 * 115] * ranks
 
 
-@every_count
-def test_every_algorithm_at_every_size(ranks):
-    run(ranks, jobs.reduce_sizes)
-
-
-@every_count
-def test_parts_are_reduced_in_rank_order(ranks):
-    run(ranks, jobs.reduce_and_scatter)
-
-
-@every_count
-def test_data_arrive_where_they_belong(ranks):
-    run(ranks, jobs.moves)
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("job", [jobs.reduce_sizes, jobs.reduce_and_scatter, jobs.moves])
+def test_results_are_those_of_rank_order_at_every_size(job, ranks):
+    run(ranks, job)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -135,20 +130,8 @@ def test_a_missing_rank_is_named_at_the_rendezvous():
 
 
 def test_other_options_are_an_error():
-    store, errors = _C.Store.local(), []
-
-    def main(rank, staging):
-        try:
-            _test.DeviceGroup(store, rank, 2, timeout=5.0, staging_bytes=staging)
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=main, args=(r, (1 + r) << 20)) for r in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [type(error) for error in errors] == [pycomm.WireMismatch] * 2
+    for error in attempt(2, jobs.moves, of_rank=lambda rank: {"staging_bytes": (1 + rank) << 20}):
+        assert isinstance(error, pycomm.WireMismatch)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 import pycomm
 from pycomm import _C
 from tests.collectives.device import jobs
-from tests.collectives.device.ranks import run, run_processes
+from tests.collectives.device.jobs import run, run_processes
 from tests.collectives.ways import integers
 
 pytestmark = pytest.mark.skipif(_C.device_count() == 0, reason="needs a GPU and a build with CUDA")

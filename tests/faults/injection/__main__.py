@@ -9,6 +9,7 @@ python -m tests.faults.injection --seed 7 --case 412
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import statistics
 import sys
@@ -16,8 +17,8 @@ import time
 from collections import defaultdict
 
 from tests.faults.injection.case import ELASTIC, FAULTS, FAULTS_OF_ELASTIC, NETWORK, PHASES, draw
-from tests.faults.injection.judge import DEATH, DEATHS, breaches, is_late, latest
-from tests.faults.injection.play import lab_of, play
+from tests.faults.injection.play import DEATH, DEATHS, breaches, is_late, latest, play
+from tests.processes.labs import FaultyNetlab
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -61,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
     for number in numbers:
         case = draw(args.seed, number, **choice)
         if case.is_apart and lab is None:
-            lab = lab_of(4)
+            lab = FaultyNetlab(4, "unlimited")
+            atexit.register(lab.close)
         played = play(case, lab if case.is_apart else None)
         wrong, seconds = breaches(played), latest(played)
         key = (case.fault, case.transport, case.phase)

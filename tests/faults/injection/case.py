@@ -37,7 +37,8 @@ PHASES_OF = {
 }
 """Faults that may occur in phases other than the steady one."""
 FAULTS_OF_ELASTIC = ("kill", "kill2", "crash", "stop", "_exit")
-OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv")
+OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
+OPS += ("broadcast", "scatter", "send_recv")
 CODECS = ("quant", "quant:bits=4", "topk:density=0.1")
 CODED = ("all_reduce", "reduce_scatter", "all_gather")
 
@@ -149,8 +150,7 @@ def draw(
     phase = "steady"
     if others and ("steady" not in phases or rng.random() < 0.3):
         phase = rng.choice(others)
-    ops = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
-    ops = ops if phase in ELASTIC else OPS
+    ops = OPS[:4] if phase in ELASTIC else OPS
     calls = tuple(_call(rng, ranks, rng.choice(ops)) for _ in range(rng.choice((1, 1, 2, 4))))
     if fault == "pause":  # large enough to be used in place
         calls = tuple(replace(call, numel=call.numel + 1000) for call in calls)

@@ -27,7 +27,7 @@ def expected(call: Call, rank: int, ranks: int) -> Any:
         return np.arange(1, ranks + 1)[:, None]
     if call.op == "all_to_all":
         return (10 * np.arange(ranks) + rank)[:, None]
-    return call.root + 1 if call.op == "broadcast" else (rank - 1) % ranks + 1
+    return call.root + 1 if call.op in ("broadcast", "scatter") else (rank - 1) % ranks + 1
 
 
 class Group(ABC):
@@ -77,7 +77,7 @@ class CoreGroup(Group):
         self.in_heap = False
         """calls use memory that peers can access"""
         self.arrays: list[Any] = []
-        """the arrays of the last such call"""
+        """the arrays of the last call"""
         hosts = hosts or (2 if transport == "auto" else 0)  # declared; so transports are mixed
         self._core = Communicator(
             Store.file(folder),
@@ -99,8 +99,7 @@ class CoreGroup(Group):
         return np.asarray(self._core.allocate(int(np.prod(shape)))).reshape(shape)
 
     def _run(self, call: Call, one: Any, many: Any, out: Any, async_op: bool) -> None:
-        if self.in_heap:
-            self.arrays = [one, many]
+        self.arrays = [one, many]
         if async_op:
             good(on_threads([self.rank], lambda _: self._run(call, one, many, out, False), ENDS))
             return
@@ -117,6 +116,8 @@ class CoreGroup(Group):
             core.all_to_all(list(many), list(out))
         elif call.op == "broadcast":
             core.broadcast(one, call.root)
+        elif call.op == "scatter":
+            core.scatter(many, one, call.root)
         else:
             took = core.recv(out, (self.rank - 1) % self.ranks)
             gave = core.send(one, (self.rank + 1) % self.ranks)
@@ -150,6 +151,11 @@ class TorchGroup(Group):
             "all_gather": lambda: [dist.all_gather_into_tensor(many.view(-1), one, **how)],
             "all_to_all": lambda: [dist.all_to_all_single(out, many, **how)],
             "broadcast": lambda: [dist.broadcast(one, group_src=call.root, **how)],
+            "scatter": lambda: [
+                dist.scatter(
+                    one, [*many] if self.rank == call.root else None, group_src=call.root, **how
+                )
+            ],
             "send_recv": lambda: [
                 dist.irecv(out, group_src=(self.rank - 1) % self.ranks, group=group),
                 dist.isend(one, group_dst=(self.rank + 1) % self.ranks, group=group),

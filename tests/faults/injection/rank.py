@@ -121,7 +121,7 @@ class Rank:
                 if self.aborted:  # the first group, if this one was made already
                     self.group.abort("somebody pressed stop")
             self.group.set_timeout(self.case.timeout)
-            self.group.in_heap = self.case.fault == "pause"
+            self.group.in_heap = self.case.fault == "pause" and self.case.how < 0.5
             self.call()
         except Injected:
             self.group = self.first = None

@@ -17,7 +17,7 @@ import numpy as np
 from pycomm import _C
 from pycomm.communicator import Communicator
 from pycomm.errors import Error
-from tests.collectives.ways import WAYS
+from tests.collectives.ways import WAYS, calls
 from tests.ranks import attempt
 
 TIMEOUT = 4.0
@@ -162,9 +162,10 @@ def perform(c: Communicator, a: Arguments, arena: Arena) -> None:
     """Make a call, which is valid if all ranks make it."""
     n, ranks = a.numel, c.size
     sizes = [n + r * a.skew for r in range(ranks)]
+    dtype = "float32" if a.op in CODED else a.dtype
 
     def new(numel: int = n) -> Any:
-        return arena.buffer(numel, "float32" if a.op in CODED else a.dtype)
+        return arena.buffer(numel, dtype)
 
     def parts(numels: list[int]) -> list[Any]:
         return [new(numel) for numel in numels]
@@ -181,14 +182,9 @@ def perform(c: Communicator, a: Arguments, arena: Arena) -> None:
 
     coded = {"seed": a.seed, "step": 1}
     redop = "sum" if a.redop == "avg" and np.dtype(a.dtype).kind in "iu" else a.redop
-    calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: c.all_reduce(new(), redop),
-        "reduce_scatter": lambda: c.reduce_scatter(new(n * ranks), new(), redop),
-        "reduce": lambda: c.reduce(new(), new(), a.root, redop),
+    every: dict[str, Callable[[], Any]] = {
+        **calls(c, n, a.root, dtype, redop, arena.buffer),
         "reduce_scatter_list": lambda: c.reduce_scatter(parts(sizes), new(sizes[c.rank]), redop),
-        "broadcast": lambda: c.broadcast(new(), a.root),
-        "gather": lambda: c.gather(new(), new(n * ranks), a.root),
-        "scatter": lambda: c.scatter(new(n * ranks), new(), a.root),
         "all_gather_list": lambda: c.all_gather(new(sizes[c.rank]), parts(sizes)),
         "all_to_all_counts": with_counts,
         "all_reduce_coded": lambda: c.all_reduce_coded(new(), _C.Codec(a.codec), **coded),
@@ -198,12 +194,9 @@ def perform(c: Communicator, a: Arguments, arena: Arena) -> None:
         "all_gather_coded": lambda: c.all_gather_coded(
             new(), new(n * ranks), _C.Codec(a.codec), **coded
         ),
-        "all_gather": lambda: c.all_gather(new(), new(n * ranks)),
-        "all_to_all": lambda: c.all_to_all(new(n * ranks), new(n * ranks)),
         "send_recv": exchange,
-        "barrier": c.barrier,
     }
-    calls[a.op]()
+    every[a.op]()
 
 
 def play(case: Case) -> list[str]:

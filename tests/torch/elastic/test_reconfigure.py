@@ -19,8 +19,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm import _test, elastic
 from tests.faults.injection.case import ELASTIC, FAULTS_OF_ELASTIC, draw
-from tests.faults.injection.judge import breaches
-from tests.faults.injection.play import play
+from tests.faults.injection.play import breaches, play
 from tests.torch.elastic.member import LIMIT, Member, on_members
 from tests.torch.harness import check_sum
 from tests.torch.pool import on_ranks
