@@ -62,10 +62,6 @@ class Lab(ABC):
     def describe(self) -> str:
         """Return a one-line description."""
 
-    def sent_bytes(self, node: int) -> int | None:
-        """Return the bytes that a node has sent over its first link; None if not counted."""
-        return next((t.sent for t in self.traffic() if t.node == node), None)
-
     def environment(self) -> dict[str, str]:
         """Return the rendezvous and interface variables, common to all ranks; new in every call."""
         names = {name: self.interface for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")}
@@ -207,18 +203,6 @@ def interface_counts(pid: int | str = "self") -> dict[str, tuple[int, int]]:
         received, sent = counts.split()[0], counts.split()[8]
         found[name.strip()] = (int(sent), int(received))
     return found
-
-
-def interface_bytes(interface: str, pid: int | str = "self") -> int:
-    """Return the bytes sent by an interface of the network namespace of a process.
-
-    Raises:
-        ValueError: the namespace has no such interface.
-    """
-    counts = interface_counts(pid)
-    if interface not in counts:
-        raise ValueError(f"process {pid} has no interface {interface}")
-    return counts[interface][0]
 
 
 def _free_port() -> int:

@@ -132,8 +132,7 @@ def main(argv: Sequence[str]) -> int:
         wanted = suite.missing(before, options.tasks, options.methods, options.seeds)
         if wanted:
             train(2, suite.ranks_train, wanted, heard=lambda got: report.add(suite.row(**got)))
-        for line in suite.table([*before, *report.rows]):
-            print(" | ".join(line))
+        print(suite.table([*before, *report.rows]))
         return 0
     for model in options.models:
         for ranks in options.ranks:

@@ -52,7 +52,7 @@ def examine(
     if not core.error:
         links = network.look(set_here)
         findings += network.judge(links, hosts)
-        facts |= {"MTU": ", ".join(str(link.mtu) for link in links.far)}
+        facts |= {"MTU": ", ".join(str(network.mtu(name)) for name, _ in links.far)}
     return findings, facts | variables.shared(set_here)
 
 

@@ -28,14 +28,14 @@ HELP = {
 }
 
 
-def _typed(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Wrap a parser for argparse, which prints this error's text and not a ValueError's."""
+def shown(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Return an argparse type that tells what is wrong in the words of its error."""
 
     def read(text: str) -> T:
         try:
             return parse(text)
-        except (ValueError, OSError) as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        except (ValueError, OSError, RuntimeError) as error:
+            raise argparse.ArgumentTypeError(str(error).partition("\n")[0]) from None
 
     return read
 
@@ -83,31 +83,31 @@ def _codings(text: str) -> list[codecs.Coding]:
     return found if codecs.NONE in found else [codecs.NONE, *found]
 
 
-count, positive, file = _typed(_count), _typed(_positive), _typed(_output)
+count, positive, file = shown(_count), shown(_positive), shown(_output)
 """Types for argparse: a whole number above 0, a number above 0, a writable file."""
 
 
 def add_what(parser: argparse.ArgumentParser) -> None:
     """Add the options of model, cluster and codecs."""
     add = parser.add_argument
-    add("model", type=_typed(units.parse_count), help=HELP["model"])
+    add("model", type=shown(units.parse_count), help=HELP["model"])
     add("--ranks", "-n", type=count, required=True, help="number of ranks")
     add("--ranks-per-node", "-l", type=count, default=1, help="default 1")
     add("--link", default="10gbe", help=HELP["link"] + " (10gbe)")
     add("--intra", default="shm", help=HELP["intra"] + " (shm)")
-    add("--compute", type=_typed(_step_time), required=True, help=HELP["compute"])
+    add("--compute", type=shown(_step_time), required=True, help=HELP["compute"])
     add("--bf16", action="store_true", help="gradients have 16 bits, and codecs win less")
     add("--bucket-mb", type=positive, help="DDP's bucket_cap_mb, if it is given")
-    add("--codec", type=_typed(_codings), help="comma-separated (all)")
+    add("--codec", type=shown(_codings), help="comma-separated (all)")
     most = "largest relative squared error that is advised (0.3)"
     add("--max-error", type=positive, help=most)
     add("--processor", choices=list(PROCESSORS), default="core", help=HELP["processor"])
-    add("--memory-bandwidth", type=_typed(_rate), help="of that processor: 12GB/s, 2TB/s")
+    add("--memory-bandwidth", type=shown(_rate), help="of that processor: 12GB/s, 2TB/s")
     add("--cores", type=positive, default=2.0, help="that each rank has (2)")
     add("--compute-on-cores", action="store_true", help="the model trains on these cores, too")
     add(
         "--probe",
-        type=_typed(ClusterProbe.read),
+        type=shown(ClusterProbe.read),
         help="file of `plan probe`: links, cores and codecs",
     )
 

@@ -67,7 +67,7 @@ def _join(rank: int, size: int, given: argparse.Namespace) -> int:
 
 
 def report(probe: ClusterProbe) -> None:
-    """Print the measurements as tables."""
+    """Print what was measured of the links; the file has that of codecs, too."""
     links = []
     for level, link in (("between nodes", probe.inter), ("inside a node", probe.intra)):
         if link:
@@ -75,15 +75,3 @@ def report(probe: ClusterProbe) -> None:
             links.append((level, format_rate(link.rate), format_time(link.latency), *costs))
     where = f"{probe.ranks} ranks, {probe.nodes} nodes, {probe.cores} cores of a machine"
     show.table(("link", "rate", "latency", "message", "byte"), links, where, words=1)
-    rows = [
-        (
-            name,
-            *(
-                f"{rate / 1e9:.2f}"
-                for rate in (rates.encode, rates.encode_fed, rates.decode, rates.decode_add)
-            ),
-        )
-        for name, rates in probe.codecs.items()
-    ]
-    head = ("codec, GB/s", "encode", "with feedback", "decode", "decode_add")
-    show.table(head, rows, f"one core; adding reads {probe.memory / 1e9:.1f} GB/s", words=1)
