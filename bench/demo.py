@@ -162,17 +162,15 @@ def main() -> int:
     parser = Parser(prog="python -m pycomm.bench.demo", description=__doc__)
     parser.add_argument("--rate", default="200mbit", help="of the link, as tc writes it")
     parser.add_argument("--steps", type=int, default=Config.steps)
-    parser.add_argument("--paced", action="store_true", help="no namespaces: pycomm paces itself")
-    parser.add_argument("--cpu", action="store_true", help="train on no GPU, though there is one")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for pictures")
     parser.add_argument("--csv", type=Path, help="append the table to this file, too")
     args = parser.parse(sys.argv[1:])
     origin = Origin.here(args.command)
-    cuda = bool(accelerator.kind()) and not args.cpu
+    cuda = bool(accelerator.kind())
     origin = replace(origin, device=accelerator.describe() if cuda else origin.device)
     config = Config(steps=args.steps)
 
-    lab, reason = netlab.open_lab(2, args.rate, paced=args.paced)
+    lab, reason = netlab.open_lab(2, args.rate)
     done = runs(with_gloo=not reason, cuda=cuda)
     methods = [Method("", run.backend, run.codec or "") for run in done]
     with lab:

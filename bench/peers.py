@@ -213,7 +213,6 @@ def losses(peers: Iterable[Peer]) -> Iterator[dict[str, Any]]:
         try:
             row["version"] = peer.version()
             with Paced(RANKS, UNLIMITED) as lab:
-                lab.timed = False  # losses do not depend on it
                 rows = measured(lab, peer, replace(CONFIG, extra=CONFIG.steps // 4))
             judged = [r for r in rows if "held_out" in r]
             row["curve"] = " ".join(f"{r['step']:g}:{r['held_out']:.6f}" for r in judged)

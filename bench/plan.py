@@ -40,6 +40,7 @@ from pycomm.communicator import Communicator, Piece
 from pycomm.plan import CODINGS, ClusterProbe, Coding, Model, of_tensors
 from pycomm.plan.algorithms import Size, all_reduce
 from pycomm.plan.prediction import step
+from pycomm.plan.probe.codecs import way
 
 CODECS = ("none", "int8", "int4", "topk:0.01")
 MEDIAN, WORST, CLOSE, PICKED = 0.10, 0.30, 1.10, 0.95  # the promised accuracy
@@ -88,15 +89,11 @@ def probe(rate: str, path: Path) -> ClusterProbe:
 # ------------------------------------------------------------------ predicting
 
 
-def algorithm_of(codec: str) -> str:
-    return "gather" if CODINGS[codec].combine == "gather" else "two_shot"
-
-
 def predict_all_reduce(found: ClusterProbe, ranks: int, codec: str, size: int) -> float:
     """Return the seconds of an all-reduce."""
     coding = CODINGS[codec]
     values = Size.of(size // 4, coding)
-    return all_reduce(found.cluster(ranks), coding, algorithm_of(codec), values).seconds
+    return all_reduce(found.cluster(ranks), coding, way(coding), values).seconds
 
 
 def model_of(alone: dict[str, Any], ranks: int) -> Model:
@@ -118,8 +115,8 @@ def model_of(alone: dict[str, Any], ranks: int) -> Model:
 
 def predict_step(found: ClusterProbe, ranks: int, codec: str, model: Model) -> float:
     """Return the seconds of a step."""
-    cluster = found.cluster(ranks, compute_on_cores=True)
-    return step(model, cluster, CODINGS[codec], algorithm_of(codec)).step
+    coding, cluster = CODINGS[codec], found.cluster(ranks, compute_on_cores=True)
+    return step(model, cluster, coding, way(coding)).step
 
 
 # ------------------------------------------------------------------- measuring
@@ -234,7 +231,7 @@ def measure(
             for row in ask(lab, all_reduces, options.size, CODECS):
                 size, codec = row["size"], row["codec"]
                 predicted = predict_all_reduce(found, ranks, codec, size)
-                what = "all_reduce", rate, ranks, size, codec, algorithm_of(codec)
+                what = "all_reduce", rate, ranks, size, codec, way(CODINGS[codec])
                 yield PlanCase(*what, predicted, row["seconds"])
         if "step" in options.kind:
             methods = [Method(codec, codec=codec.replace("none", "")) for codec in CODECS]
@@ -243,7 +240,7 @@ def measure(
             model = model_of(alone, ranks)
             for row in rows:
                 predicted = predict_step(found, ranks, row["method"], model)
-                what = "step", rate, ranks, 0, row["method"], algorithm_of(row["method"])
+                what = "step", rate, ranks, 0, row["method"], way(CODINGS[row["method"]])
                 yield PlanCase(*what, predicted, statistics.median(row["seconds"]))
 
 

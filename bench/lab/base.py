@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from pycomm.bench.lab import busy_cores, subreaper
@@ -115,8 +114,8 @@ class Lab(ABC):
         return rank
 
     def _keep_cores_busy(self) -> None:
-        """Keep all processors from idling until the ranks are stopped, if their time counts."""
-        if self.timed and self._busy is None:
+        """Keep all processors from idling until the ranks are stopped, if links have a rate."""
+        if self.timed and self.rate != UNLIMITED and self._busy is None:
             command = [sys.executable, "-I", "-S", busy_cores.__file__, str(os.getpid())]
             self._busy = subprocess.Popen(command)
 
@@ -142,12 +141,7 @@ class Lab(ABC):
     def __enter__(self) -> Lab:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

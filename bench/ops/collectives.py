@@ -72,10 +72,8 @@ def rank_main(options: argparse.Namespace, rank: int, ranks: int) -> int:
 
 def launch(argv: Sequence[str], ranks: int) -> int:
     """Start this program once per rank; the first failure ends all ranks."""
-    lab = Paced(1, UNLIMITED)
-    lab.timed = False  # ranks of a machine keep its cores busy by themselves
     command = [sys.executable, "-m", "pycomm.bench", *argv]
-    with lab:
+    with Paced(1, UNLIMITED) as lab:
         started = lab.start(command, ranks_per_node=ranks)
         status = wait(started)
         for rank, process in enumerate(started):

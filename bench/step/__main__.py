@@ -84,19 +84,6 @@ def backends(text: str) -> list[str]:
     return found
 
 
-def model(text: str) -> tuple[str, Config]:
-    """Return a known model, or one of "layers,width,heads,length,vocabulary,batch"."""
-    if text in MODELS:
-        return text, MODELS[text]
-    try:
-        layers, width, heads, context, vocabulary, batch = map(int, text.split(","))
-    except ValueError:
-        words = f"{', '.join(MODELS)}, or layers,width,heads,length,vocabulary,batch"
-        raise argparse.ArgumentTypeError(f"there is no model {text!r}: want {words}") from None
-    shape = {"layers": layers, "width": width, "heads": heads, "context": context}
-    return text, Config(**shape, vocabulary=vocabulary, batch=batch)
-
-
 def methods_of(names: Sequence[str], carriers: Sequence[str]) -> list[Method]:
     """Return each method on each backend that has it."""
     found = []
@@ -209,9 +196,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = arguments.Parser(prog="python -m pycomm.bench step", description=__doc__)
     add = parser.add_argument
     cuda = bool(accelerator.kind())
-    known = "a name of MODELS, or layers,width,heads,length,vocabulary,batch"
     small = "124m" if cuda else "demo"
-    add("--model", type=model, help=f"{known} ({small})")
+    what = f"of {', '.join(MODELS)} ({small})"
+    add("--model", type=arguments.one_of("model", MODELS), help=what)
     first = "gloo,pycomm"
     if cuda:
         first = "nccl,pycomm" if torch.distributed.is_nccl_available() else "pycomm"
@@ -234,7 +221,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     what = "write a profile of a step of the last method on the last link, for Perfetto; with "
     what += "--stand-in the stages of each bucket, as CSV, and beside it as PNG"
     add("--trace", metavar="FILE", type=Path, help=what)
-    add("--cpu", action="store_true", help="use no GPU")
     add("--stand-in", action="store_true", help="model the steps of a GPU with a virtual clock")
     what = "with --stand-in: end with 1 where the engine's goals do not hold, which are told"
     add("--check", action="store_true", help=what)
@@ -245,21 +231,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("want at least two --nodes, and one rank on each")
     if options.check and not options.stand_in:
         parser.error("--check belongs to --stand-in")
-    options.model = options.model or model("124m" if options.stand_in else small)
+    options.model = options.model or ("124m" if options.stand_in else small)
     return options
 
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
-    name, config = options.model
+    name, config = options.model, MODELS[options.model]
     if options.stand_in:
         modelled = stand_in.ModelledSteps(name, config, options.methods)
         take, device = modelled.steps, "stand-in for an H200"
     else:
-        kind = "cpu" if options.cpu else accelerator.kind() or "cpu"
+        kind = accelerator.kind() or "cpu"
         chosen = methods_of(options.methods, options.backend)
         if options.trainings:
-            chosen = [m for m in METHODS if options.trainings.search(m.label) and not m.scheduled]
+            # Not those whose codec changes over the steps, so that step times vary.
+            steady = [m for m in METHODS if " " not in m.codec + m.momentum]
+            chosen = [m for m in steady if options.trainings.search(m.label)]
         modelled, take = None, partial(steps, name, config, chosen, options, kind)
         device = "" if kind == "cpu" else accelerator.describe()
     report = Report(COLUMNS, options, device=device)

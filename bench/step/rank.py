@@ -106,7 +106,8 @@ class Stepper:
         compute: float,
     ) -> None:
         self._clock, self._compute, self._data = clock, compute, tokens(config, clock)
-        bare = Transformer(config).to(clock.device) if method.own_model else net
+        own = method.sharded or method.local  # no other method takes its model afterwards
+        bare = Transformer(config).to(clock.device) if own else net
         given = bare, config.learning_rate, (0.9, 0.999), group
         self.system = method.start(*given, sync=False, fused=clock.device.type != "cpu")
         self.model = self.system.model

@@ -52,12 +52,6 @@ def describe(kind: str, model: str, count: int, method: Method, ranks: int = RAN
     )
 
 
-def exact_of(label: str) -> str:
-    """Return the label of the exact run of a method's optimizer."""
-    by_sgd = any(method.label == label and method.sgd for method in METHODS)
-    return (EXACT_SGD if by_sgd else EXACT).label
-
-
 def steps_to_loss(curves: Sequence[Mapping[Any, float]], target: float) -> float | None:
     """Return the steps until the mean curve reaches the target, interpolated; None: never."""
     places = sorted(curves[0])
@@ -84,10 +78,9 @@ def pairs(
     Of repeated trainings the last counts.
     """
     found = [r for r in rows if (r.kind, r.model, r.ranks) == (kind, model, ranks)]
-    mine, theirs = (
-        {r.seed: r for r in found if r.method == wanted}
-        for wanted in (method, exact or exact_of(method))
-    )
+    by_sgd = any(one.label == method and one.sgd for one in METHODS)
+    exact = exact or (EXACT_SGD if by_sgd else EXACT).label
+    mine, theirs = ({r.seed: r for r in found if r.method == one} for one in (method, exact))
     return [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
 
 

@@ -52,7 +52,6 @@ def train(ranks: int, function: Callable[..., Any], *values: Any, **options: Any
     """
     env = {"PYCOMM_TRANSPORT": os.environ.get("PYCOMM_TRANSPORT", "tcp")}  # which counts bytes
     with Paced(ranks, UNLIMITED) as lab:
-        lab.timed = False  # losses do not depend on it
         return jobs.ask(lab, function, *values, env=env, **options)
 
 

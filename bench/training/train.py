@@ -52,7 +52,7 @@ class Config:
 
 _GPT = Config(width=768, heads=12, layers=12, context=1024, batch=4, vocabulary=50257)
 MODELS = {
-    "tiny": Config(layers=1, width=16, heads=2, context=8, batch=2),
+    "tiny": Config(layers=1, width=32, heads=2, context=8, batch=2, vocabulary=300),
     "demo": Config(),
     "demo-1e-3": Config(learning_rate=1e-3),  # the sweep of learning rates
     "demo-3e-3": Config(learning_rate=3e-3),

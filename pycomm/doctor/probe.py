@@ -54,12 +54,10 @@ def torch() -> Facts:
         warnings.simplefilter("always")
         import torch
 
-    distributed = torch.distributed.is_available()
     points = metadata.entry_points()
     groups = ("torch.backends", "torch.distributed.backends")
     facts = {
         "version": torch.__version__,
-        "distributed": distributed,
         "entry_point": any(e.name == "pycomm" for g in groups for e in points.select(group=g)),
         "cuda": torch.version.cuda or "",
         "gpus": torch.cuda.device_count(),

@@ -137,28 +137,24 @@ CODINGS: Mapping[str, Coding] = {coding.name: coding for coding in _ALL}
 NONE = CODINGS["none"]
 
 
-_FP8 = _recode(
-    "fp8", 1 + 4 / 256, 6.79e-4, (15.6, 18.4, 19.0, 9.6), "cast:dtype=float8_e4m3,block=256"
-)
-KNOWN: Mapping[str, Coding] = {coding.name: coding for coding in (*_ALL, _FP8)}
 _SHORT = {"eden2": "eden:bits=2", "eden1": "eden:bits=1", "drive": "eden:bits=1"}
 _SHORT |= {"topk": "topk:0.01", "powersgd": "powersgd:4", "fp32": "none"}
 
 
 def find(text: str) -> Coding:
-    """Return the coding of a codec's name: one of `KNOWN`, or `topk:D`.
+    """Return the coding of a codec's name: one of `CODINGS`, or `topk:D`.
 
     Raises:
         ValueError: the codec is unknown; the text names the known ones.
     """
     name = _SHORT.get(text, text)
     family, _, option = name.partition(":")
-    found = KNOWN.get(name)
+    found = CODINGS.get(name)
     if found is None and family == "topk":
         found = _topk(option)
     if found is None:
-        meant = guess(text, [*KNOWN, *_SHORT])
-        names = ", ".join([*KNOWN, "topk:D"])
+        meant = guess(text, [*CODINGS, *_SHORT])
+        names = ", ".join([*CODINGS, "topk:D"])
         raise ValueError(f"nothing is known of the codec {text!r}: {meant}use {names}")
     return found
 
@@ -171,7 +167,7 @@ def _topk(option: str) -> Coding | None:
         return None
     if not 0 < density <= 1:
         raise ValueError(f"topk:{option}: a density is above 0 and at most 1")
-    normal, known = NormalDist(), KNOWN["topk:0.01"]
+    normal, known = NormalDist(), CODINGS["topk:0.01"]
     tail = density / 2
     limit = -normal.inv_cdf(tail) if tail < 0.5 else 0.0
     kept = 2 * (limit * normal.pdf(limit) + tail)

@@ -44,7 +44,6 @@ WELL = {
     "torch": ProbeOutcome(
         {
             "version": "2.13.0",
-            "distributed": True,
             "entry_point": True,
             "cuda": "",
             "gpus": 0,

@@ -323,6 +323,7 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["all_reduce", "--codec", "int8", "--backend", "gloo"], "is for backends of pycomm"),
         (["training", "--models", "dmeo"], "did you mean demo?"),
         (["step", "--rate", "fast"], "cannot read the rate 'fast'"),
+        (["step", "--model", "7b"], "there is no model '7b'"),
         (["training", "--methods", "pycomm int4"], "did you mean 'pycomm, int4'? Gloo, fp32;"),
     ],
 )
