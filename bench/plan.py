@@ -86,16 +86,6 @@ def probe(rate: str, path: Path) -> ClusterProbe:
     return ClusterProbe.read(path)
 
 
-# ------------------------------------------------------------------ predicting
-
-
-def predict_all_reduce(found: ClusterProbe, ranks: int, codec: str, size: int) -> float:
-    """Return the seconds of an all-reduce."""
-    coding = CODINGS[codec]
-    values = Size.of(size // 4, coding)
-    return all_reduce(found.cluster(ranks), coding, way(coding), values).seconds
-
-
 def model_of(alone: dict[str, Any], ranks: int) -> Model:
     """Return the demo's model, with the step times of ranks that do not communicate.
 
@@ -111,12 +101,6 @@ def model_of(alone: dict[str, Any], ranks: int) -> Model:
         forward=parts["forward"] / sum(parts.values()),
         backward=parts["backward"] / sum(parts.values()),
     )
-
-
-def predict_step(found: ClusterProbe, ranks: int, codec: str, model: Model) -> float:
-    """Return the seconds of a step."""
-    coding, cluster = CODINGS[codec], found.cluster(ranks, compute_on_cores=True)
-    return step(model, cluster, coding, way(coding)).step
 
 
 # ------------------------------------------------------------------- measuring
@@ -228,19 +212,23 @@ def measure(
     """Yield all cases of one link rate and number of ranks."""
     with lab_of(ranks, rate) as lab:
         if "all_reduce" in options.kind:
+            cluster = found.cluster(ranks)
             for row in ask(lab, all_reduces, options.size, CODECS):
-                size, codec = row["size"], row["codec"]
-                predicted = predict_all_reduce(found, ranks, codec, size)
-                what = "all_reduce", rate, ranks, size, codec, way(CODINGS[codec])
+                coding = CODINGS[row["codec"]]
+                size = Size.of(row["size"] // 4, coding)
+                predicted = all_reduce(cluster, coding, way(coding), size).seconds
+                what = "all_reduce", rate, ranks, row["size"], coding.name, way(coding)
                 yield PlanCase(*what, predicted, row["seconds"])
         if "step" in options.kind:
+            cluster = found.cluster(ranks, compute_on_cores=True)
             methods = [Method(codec, codec=codec.replace("none", "")) for codec in CODECS]
             words = "cpu", TURNS, TURN_SECONDS, 0.0, ""
             alone, *rows = ask(lab, time_methods, Config(), methods, *words)
             model = model_of(alone, ranks)
             for row in rows:
-                predicted = predict_step(found, ranks, row["method"], model)
-                what = "step", rate, ranks, 0, row["method"], way(CODINGS[row["method"]])
+                coding = CODINGS[row["method"]]
+                predicted = step(model, cluster, coding, way(coding)).step
+                what = "step", rate, ranks, 0, coding.name, way(coding)
                 yield PlanCase(*what, predicted, statistics.median(row["seconds"]))
 
 

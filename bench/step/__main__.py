@@ -139,14 +139,21 @@ def steps(
         return
     on_gpu, ranks = device != "cpu", options.nodes * per_node
     by_label = {method.label: method for method in methods}
+    shared = accelerator.sharing(ranks) if on_gpu else ""
+    where = ", ".join(filter(None, [f"tcp ({lab.congestion})", shared]))
     paces: list[Pace] = []
+
+    def blank(method: Method) -> Row:
+        row = describe("step", name, parameters(config), method, ranks)
+        return replace(row, rate=rate, connection=where)
 
     def heard(answer: dict[str, Any]) -> None:
         if answer["method"] == "alone":
             parts = answer["parts"]
             compute = parts["forward"] + parts["backward"]
             paces.append(Pace(answer["first"], compute, parts["optimizer"], answer["last"]))
-            row = replace(base, seconds=statistics.median(answer["seconds"]))
+            alone = blank(Method("alone", "none"))
+            row = replace(alone, seconds=statistics.median(answer["seconds"]))
             parts["first"] = answer["first"]
         else:
             row = row_of(by_label[answer["method"]], answer)
@@ -164,11 +171,7 @@ def steps(
         if options.compute:  # the share of the time in which a step computes
             bound, ratio = None, options.compute / seconds
         return replace(
-            base,
-            method=method.label,
-            backend=method.backend,
-            codec=method.codec or method.momentum or "none",
-            hook=method.hook,
+            blank(method),
             seconds=seconds,
             wire_bytes=sent,
             wire_seconds=wire,
@@ -177,10 +180,6 @@ def steps(
         )
 
     with lab:
-        shared = accelerator.sharing(ranks) if on_gpu else ""
-        where = ", ".join(filter(None, [f"tcp ({lab.congestion})", shared]))
-        alone = describe("step", name, parameters(config), Method("alone", "none"))
-        base = replace(alone, ranks=ranks, rate=rate, connection=where)
         jobs.ask(
             lab,
             rank.time_methods,

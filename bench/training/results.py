@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from pycomm.bench.common.harness import Row
@@ -56,9 +57,7 @@ def steps_to_loss(curves: Sequence[Mapping[Any, float]], target: float) -> float
     """Return the steps until the mean curve reaches the target, interpolated; None: never."""
     places = sorted(curves[0])
     means = [statistics.fmean(curve[step] for curve in curves) for step in places]
-    for (a, high), (b, low) in zip(
-        zip(places, means, strict=True), zip(places[1:], means[1:], strict=True), strict=False
-    ):
+    for (a, high), (b, low) in pairwise(zip(places, means, strict=True)):
         if low <= target:
             return a + (b - a) * (high - target) / (high - low) if high > target else float(a)
     return None

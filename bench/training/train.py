@@ -263,11 +263,7 @@ def ranks_train(
     dist.destroy_process_group()
 
 
-Corpus = tuple[torch.Tensor, torch.Tensor]
-"""Bytes (uint8) for training, and bytes that are held out."""
-
-
-def standard_library(limit: int = 8 << 20) -> Corpus:
+def standard_library(limit: int = 8 << 20) -> tuple[torch.Tensor, torch.Tensor]:
     """Return Python's own sources as bytes (uint8): for training, and every 16th file held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     # Tests and tables that repeat each other are excluded: they would leak held-out text.

@@ -140,12 +140,12 @@ def _reads(group: _C.Communicator, ranks: int) -> bool:
     """Return whether ranks read each other's memory: then a large tensor is not staged."""
     from pycomm import _C
 
-    share = array("f", bytes(4 * LARGE))
-    whole = share * ranks
+    source, target = (array("f", bytes(4 * LARGE * ranks)) for _ in range(2))
     group.run("barrier", 0, 0, 0, _C.DType.uint8)  # after it ranks know whom they may read
     before = group.sent_bytes()
-    buffers = whole.buffer_info()[0], share.buffer_info()[0]
-    group.run("reduce_scatter", *buffers, LARGE, _C.DType.float32)
+    buffers = source.buffer_info()[0], target.buffer_info()[0]
+    # Of any number of ranks: sums and broadcasts of some are staged, since that is faster.
+    group.run("all_to_all", *buffers, LARGE, _C.DType.float32)
     return group.sent_bytes() - before < 4 * LARGE
 
 

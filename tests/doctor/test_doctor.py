@@ -30,6 +30,7 @@ from pycomm.doctor import (
 )
 from pycomm.doctor.finding import Finding
 from pycomm.doctor.probe import ProbeOutcome
+from tests.collectives.test_peer_read import may_read_itself_in_a_child
 from tests.torch import interpreter
 from tests.torch.device import fake_device
 
@@ -335,6 +336,12 @@ def result(**changed: object) -> self_test.Result:
 @pytest.mark.parametrize(("changed", "level"), [({}, "ok"), ({"coded": False}, "problem")])
 def test_wrong_sums_on_one_rank_are_a_problem(changed, level):
     assert finding.worst(self_test.judge_results([result(), result(**changed)])) == level
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reads_are_those_of_the_core(ranks):
+    level = "ok" if may_read_itself_in_a_child() else "note"
+    assert only(self_test.run(ranks), "reads").level == level
 
 
 def test_ranks_that_differ_are_told_apart():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pycomm.env import env, variables_of_rank
 from pycomm.plan import options, show
+from pycomm.plan.probe.measure import run
 from pycomm.plan.probe.result import ClusterProbe
 from pycomm.units import format_rate, format_time
 
@@ -31,7 +32,12 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     rank, size = env().rank, env().world_size
     if rank is not None and size is not None:
-        return _join(rank, size, given)
+        found = run(rank, size, given.effort)
+        if found is not None:
+            found.write(given.out)
+            report(found)
+            print(f"written to {given.out}")
+        return 0
     if given.ranks < 2:
         parser.error("one rank has no links to probe: --ranks 2 or more")
     return _start(given.ranks, ["--out", str(given.out), "--effort", str(given.effort)])
@@ -53,17 +59,6 @@ def _start(ranks: int, words: Sequence[str]) -> int:
     finally:
         for process in started:
             process.kill()
-
-
-def _join(rank: int, size: int, given: argparse.Namespace) -> int:
-    from pycomm.plan.probe.measure import run
-
-    found = run(rank, size, given.effort)
-    if found is not None:
-        found.write(given.out)
-        report(found)
-        print(f"written to {given.out}")
-    return 0
 
 
 def report(probe: ClusterProbe) -> None:
