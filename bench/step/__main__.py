@@ -223,7 +223,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--stand-in", action="store_true", help="model the steps of a GPU with a virtual clock")
     what = "with --stand-in: end with 1 where the engine's goals do not hold, which are told"
     add("--check", action="store_true", help=what)
-    add("--picture", metavar="FILE", type=Path, help="draw the steps beside their bounds, as PNG")
     arguments.add_csv(parser)
     options = parser.parse(argv)
     if options.nodes < 2 or options.ranks_per_node < 1:
@@ -255,24 +254,17 @@ def main(argv: Sequence[str]) -> int:
         options.trace.parent.mkdir(parents=True, exist_ok=True)
     for rate in options.rate:
         take(rate, report.add)
-    if options.picture:
-        draw("bars_of_steps", report.records(), options.picture)
     if options.trace and modelled:
         rows = [record({"model": name} | row, report.origin) for row in modelled.traces]
         tables.append(options.trace, rows)
-        draw("timeline", rows, options.trace.with_suffix(".png"))
+        from pycomm.bench.figures import charts, drawing  # need matplotlib
+
+        chart = charts.timeline([{k: str(v) for k, v in row.items()} for row in rows])
+        drawing.save(chart, options.trace.with_suffix(".png"))
     wrong = modelled.broken if modelled and options.check else []
     for goal in wrong:
         report.note(f"not yet: {goal}")
     return 1 if wrong else 0
-
-
-def draw(chart: str, records: list[dict[str, Any]], path: Path) -> None:
-    """Draw a chart of rows as their table would have them."""
-    from pycomm.bench.figures import charts, drawing  # need matplotlib
-
-    rows = [{k: str(v) for k, v in one.items()} for one in records]
-    drawing.save(getattr(charts, chart)(rows), path)
 
 
 if __name__ == "__main__":

@@ -45,8 +45,7 @@ def test_two_ranks_take_turns_and_pace_themselves(tmp_path, capsys, monkeypatch)
     monkeypatch.setattr(accelerator, "kind", lambda: "")
     words = ["--model", "tiny", "--paced", "--rate", "1gbit"]
     words += ["--methods", "exact,int4", "--rounds", "1", "--turn-seconds", "0.05"]
-    files = ["--csv", str(tmp_path / "x.csv"), "--picture", str(tmp_path / "x.png")]
-    assert command.main([*words, *files]) == 0
+    assert command.main([*words, "--csv", str(tmp_path / "x.csv")]) == 0
     printed = capsys.readouterr().out
     assert "# no lab: paced links were asked for" in printed
     rows = tables.read(tmp_path / "x.csv")
@@ -57,9 +56,7 @@ def test_two_ranks_take_turns_and_pace_themselves(tmp_path, capsys, monkeypatch)
     assert int4 < exact / 2  # norms and biases travel exactly
     assert all(float(row["bound"]) > 0 and float(row["ratio"]) > 0 for row in rows[1:])
     assert all(part in row["parts"] for row in rows for part in ("forward", "backward"))
-    chart = bars_of_steps(rows)
-    assert picture_digest(tmp_path / "x.png") == digest(chart)
-    ticks = [label.get_text() for label in chart.axes[0].get_yticklabels()]
+    ticks = [label.get_text() for label in bars_of_steps(rows).axes[0].get_yticklabels()]
     assert ticks == [row["method"] for row in rows][::-1]
 
 
