@@ -18,8 +18,8 @@ SUBCOMMANDS = {
     "codecs": ("ops.codecs", "each codec on one core, beside memcpy; bits and errors"),
     "gpu": ("gpu.__main__", "checks and times on a GPU"),
     "links": ("links", "collectives over emulated links, near and far, beside Gloo and iperf3"),
-    "peers": ("peers.table", "time to a loss beside other systems, over the same links"),
-    "plan": ("plan.command", "the planner's predictions beside measurements"),
+    "peers": ("peers", "time to a loss beside other systems, over the same links"),
+    "plan": ("plan", "the planner's predictions beside measurements"),
     "report": ("figures.report", "measures what docs claim, and writes their tables"),
     "step": ("step.__main__", "training steps beside what the link allows"),
     "training": ("training.time_to_loss", "losses of a model with each codec, and torch's"),
@@ -58,23 +58,22 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
+    word = argv[0] if argv else "--help"
+    if word in SUBCOMMANDS:
+        status: int = import_module(f"pycomm.bench.{SUBCOMMANDS[word][0]}").main(list(argv[1:]))
+        return status
     from pycomm.bench.common.arguments import unknown
+    from pycomm.bench.ops import collectives
     from pycomm.bench.ops.operations import OPERATIONS
 
-    word = argv[0] if argv else "--help"
     if word in ("-h", "--help"):
         lines = [f"  {name:<10} {what}" for name, (_, what) in SUBCOMMANDS.items()]
         print(HELP.format(operations=", ".join(OPERATIONS), subcommands="\n".join(lines)))
         return 0
-    if word in SUBCOMMANDS:
-        status: int = import_module(f"pycomm.bench.{SUBCOMMANDS[word][0]}").main(list(argv[1:]))
-        return status
     if not word.startswith("-") and word not in OPERATIONS:
         known = [*OPERATIONS, *SUBCOMMANDS]
         print(f"python -m pycomm.bench: {unknown('benchmark', word, known)}", file=sys.stderr)
         return 2
-    from pycomm.bench.ops import collectives
-
     return collectives.main(argv)
 
 

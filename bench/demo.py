@@ -11,7 +11,6 @@ A speed-up that means nothing is held back.
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 from dataclasses import dataclass, field, replace
@@ -82,23 +81,16 @@ def hear(done: list[DemoRun], steps: int, row: dict[str, Any]) -> None:
             print(f"{run.label:<24} {row['step']}/{steps} steps, {what}", flush=True)
 
 
-def quartiles(run: DemoRun, first: DemoRun) -> tuple[float, float]:
-    """Return the first and third quartile of a run's speed-up in the turns after the first."""
-    turns = [[b - a for a, b in pairwise(one.seconds[1:])] for one in (first, run)]
-    gains = [theirs / ours for theirs, ours in zip(*turns, strict=True)]
-    if len(gains) < FEWEST:
-        return 0.0, math.inf
-    low, _, high = statistics.quantiles(gains, n=4)
-    return low, high
-
-
 def means_nothing(run: DemoRun, done: list[DemoRun]) -> str:
     """Return why the speed-up of a run means nothing; "" if it means something."""
     if run is done[0]:
         return ""
-    low, high = quartiles(run, done[0])
-    if high == math.inf:
+    # Of the turns after the first.
+    theirs, ours = ([b - a for a, b in pairwise(one.seconds[1:])] for one in (done[0], run))
+    gains = [a / b for a, b in zip(theirs, ours, strict=True)]
+    if len(gains) < FEWEST:
         return f"the run was too short; take at least {10 * (FEWEST + 2)} steps"
+    low, _, high = statistics.quantiles(gains, n=4)
     if low <= 1 <= high:
         return f"turns differ by more than it: half of them were {low:.2f} to {high:.2f} x"
     return ""
@@ -166,45 +158,34 @@ def records(
     ]
 
 
-def train_all(done: list[DemoRun], lab: netlab.Lab, config: Config, *, cuda: bool = False) -> None:
-    """Train all rows in turns.
-
-    Raises:
-        Failed: a rank failed.
-    """
-    methods = [Method("", run.backend, run.codec or "") for run in done]
-    jobs.ask(
-        lab,
-        ranks_train,
-        *(config, methods, accelerator.kind() if cuda else "cpu"),
-        env={"NCCL_SOCKET_IFNAME": lab.interface},
-        heard=partial(hear, done, config.steps),
-    )
-
-
 def main() -> int:
     parser = Parser(prog="python -m pycomm.bench.demo", description=__doc__)
     parser.add_argument("--rate", default="200mbit", help="of the link, as tc writes it")
     parser.add_argument("--steps", type=int, default=Config.steps)
-    parser.add_argument("--paced", action="store_true", help="no namespaces: pycomm paces itself")
-    parser.add_argument("--cpu", action="store_true", help="train on no GPU, though there is one")
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for pictures")
     parser.add_argument("--csv", type=Path, help="append the table to this file, too")
     args = parser.parse(sys.argv[1:])
     origin = Origin.here(args.command)
-    cuda = bool(accelerator.kind()) and not args.cpu
+    cuda = bool(accelerator.kind())
     origin = replace(origin, device=accelerator.describe() if cuda else origin.device)
     config = Config(steps=args.steps)
 
-    lab, reason = netlab.open_lab(2, args.rate, paced=args.paced)
+    lab, reason = netlab.open_lab(2, args.rate)
     done = runs(with_gloo=not reason, cuda=cuda)
+    methods = [Method("", run.backend, run.codec or "") for run in done]
     with lab:
         print(f"link: {lab.describe()}", flush=True)
         if reason:
             print(f"no namespaces: {reason}")
             print("Gloo is left out: it cannot be slowed down without them", flush=True)
         try:
-            train_all(done, lab, config, cuda=cuda)
+            jobs.ask(
+                lab,
+                ranks_train,
+                *(config, methods, accelerator.kind() if cuda else "cpu"),
+                env={"NCCL_SOCKET_IFNAME": lab.interface},
+                heard=partial(hear, done, config.steps),
+            )
         except jobs.Failed as error:
             print(error)
             return 1

@@ -208,7 +208,7 @@ def time_calls(
             raise ValueError(f"{size} bytes are too few for {operation} of {ranks} ranks")
         calls = {}
         for name, group in groups.items():
-            x, y = map(torch.from_numpy, case.buffers())
+            x, y = case.buffers()
             if not operation.endswith(CODED):
                 call = op.torch(dist, group, case, x, y)
             elif name == "pycomm":

@@ -13,6 +13,7 @@ from pycomm import _C
 from pycomm.arguments import nearest
 from pycomm.bench.common import harness
 from pycomm.bench.lab import rates as link_rates
+from pycomm.plan.options import shown
 
 
 class Parser(argparse.ArgumentParser):
@@ -37,18 +38,6 @@ def unknown(what: str, word: str, known: Iterable[str]) -> str:
     near = nearest(word, names)
     guess = f", did you mean {near}?" if near else "."
     return f"there is no {what} {word!r}{guess} Use one of {', '.join(names)}"
-
-
-def shown(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return an argparse type that tells what is wrong in the words of its error."""
-
-    def checked(text: str) -> Any:
-        try:
-            return parse(text)
-        except (ValueError, RuntimeError) as error:
-            raise argparse.ArgumentTypeError(str(error).splitlines()[0]) from None
-
-    return checked
 
 
 def listed(parse: Callable[[str], Any] = str) -> Callable[[str], list[Any]]:
@@ -90,19 +79,8 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise ValueError(f"{text!r} is no time: want seconds above 0")
-    return value
-
-
 size, sizes = shown(harness.parse_size), listed(harness.parse_size)
 count, counts = shown(_count), listed(_count)
-seconds = shown(_seconds)
 rates = listed(_rate)
 """links' rates, as netlab takes them"""
 

@@ -12,7 +12,7 @@ import platform
 import re
 import shlex
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import Field, asdict, dataclass, fields
 from datetime import datetime, timezone
 from functools import cache
@@ -167,19 +167,14 @@ class Row:
     windows: int | None = None
     """windows of held-out text for `loss`; a curve uses 256"""
     loss: float | None = None
-    change: float | None = None
-    """relative change of the final loss against float32's with the same seed"""
-    steps_to_loss: float | None = None
-    seconds_to_loss: float | None = None
     curve: str = ""
     """ "step:loss" at every evaluation"""
 
 
 MEASURED = (
     *("iterations", "time_p50", "time_p99", "algbw", "busbw", "effbw", "wrong", "ratio", "err"),
-    *("wire_bytes", "cpu_seconds", "copybw", "of_copy", "seconds", "loss", "change"),
+    *("wire_bytes", "cpu_seconds", "copybw", "of_copy", "seconds", "loss", "curve"),
     *("wire_seconds", "bound", "memory", "parts", "time_device"),
-    *("steps_to_loss", "seconds_to_loss", "curve"),
 )
 """columns of `Row` that are results; the others say what was measured"""
 COLUMNS = [f.name for f in fields(Row)] + [f.name for f in fields(Origin)]
@@ -195,10 +190,15 @@ def record(row: Row | dict[str, Any], origin: Origin) -> dict[str, Any]:
 
 def read_rows(path: Path, kind: type[Read]) -> list[Read]:
     """Read rows of a CSV as a dataclass. Missing columns get their default values."""
+    return rows_of(tables.read(path), kind)
+
+
+def rows_of(lines: Iterable[tables.Row], kind: type[Read]) -> list[Read]:
+    """Return the rows of a table as a dataclass."""
     columns = fields(kind)
     return [
         kind(**{f.name: _value(f, line[f.name]) for f in columns if line.get(f.name)})
-        for line in tables.read(path)
+        for line in lines
     ]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -144,42 +143,34 @@ def timeline(rows: Sequence[Row]) -> Any:
 @chart
 def kinds(rows: Sequence[Row]) -> Any:
     """Plot what each method changes on each task, beside the spread of the exact runs."""
-    from pycomm.bench.training.tasks import TASKS  # torch, which no other chart needs
+    from pycomm.bench.training import suite, tasks  # torch, which no other chart needs
 
-    losses: dict[tuple[str, str], dict[str, float]] = {}
-    for row in rows:
-        losses.setdefault((row["model"], row["method"]), {})[row["seed"]] = float(row["loss"])
-    tasks = list(dict.fromkeys(row["model"] for row in rows))[::-1]
+    changes, spreads = suite.changes(harness.rows_of(rows, harness.Row))
+    models = list(dict.fromkeys(row["model"] for row in rows))[::-1]
     seeds = len({row["seed"] for row in rows})
     figure, (axes,) = panels(
         "Loss by kind of task",
         f"Held-out loss against exact gradients, {rows[0]['ranks']} ranks, AdamW, mean of {seeds} "
         "seeds; left is better",
     )
-    exact = [list(losses[task, KIND_METHODS[0]].values()) for task in tasks]
-    spread = [100 * statistics.stdev(one) / statistics.fmean(one) for one in exact]
     axes.barh(
-        range(len(tasks)),
-        [2 * one for one in spread],
-        left=[-one for one in spread],
+        range(len(models)),
+        [2 * spreads[task] for task in models],
+        left=[-spreads[task] for task in models],
         label="spread of exact runs",
         color=GREY,
         alpha=0.35,
     )
     for method in KIND_METHODS[1:]:
-        points = []
-        for place, task in enumerate(tasks):
-            mine, base = losses.get((task, method), {}), losses[task, KIND_METHODS[0]]
-            if mine:
-                changes = [mine[seed] / base[seed] - 1 for seed in mine if seed in base]
-                points.append((100 * statistics.fmean(changes), place))
+        of = changes[method]
+        points = [(of[task], place) for place, task in enumerate(models) if task in of]
         axes.plot(*zip(*points, strict=True), linestyle="", label=method)
     axes.set_xscale("symlog", linthresh=2)
     ticks = (-10, -5, -2, -1, 0, 1, 2, 5, 10, 20, 50)
     axes.xaxis.set_ticks(ticks, [f"{tick:+d}" if tick else "0" for tick in ticks])
     axes.xaxis.minorticks_off()
-    names = [f"{task} *" if task in TASKS and TASKS[task].kept_back else task for task in tasks]
-    axes.yaxis.set_ticks(range(len(tasks)), names)
+    names = [f"{task} *" if tasks.TASKS[task].kept_back else task for task in models]
+    axes.yaxis.set_ticks(range(len(models)), names)
     axes.set(xlabel="change of the loss, %        * no constant was chosen on it")
     return figure
 

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pycomm
+from pycomm.bench import peers, plan
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.common.report import markdown
-from pycomm.bench.peers import table as peers
-from pycomm.bench.plan import command as plan
 from pycomm.bench.training import suite
 from pycomm.bench.training.methods import METHODS
 from pycomm.bench.training.results import (
@@ -132,23 +131,6 @@ def far_links(path: Path) -> str:
         lines.append([f"{link[0]} ms, {link[1]}", *shown])
     head = [name for op in FAR for name in (op, "Gloo")]
     return markdown(("round trip, loss", "iperf3", *head, "8 KiB, ms", "Gloo"), lines)
-
-
-def suite_losses(rows: Sequence[Row]) -> str:
-    """Return the table with a row per method of the suite: its means, and its worst task.
-
-    The last column is what exact losses of that task differ by among seeds.
-    """
-    (_, *labels, spread), *lines = suite.table(rows)
-    of = {task: dict(zip((*labels, spread), cells, strict=True)) for task, *cells in lines}
-    means = ("mean", "mean, kept back")
-    table = []
-    for method in labels:
-        tasks = {task: float(of[task][method]) for task in of if of[task][method]}
-        worst = max((task for task in tasks if task not in means), key=tasks.__getitem__)
-        shown = [of[task][method] for task in (*suite.UNEVEN, *means)]
-        table.append([method, *shown, of[worst][method], worst, of[worst][spread]])
-    return markdown(("method", *suite.UNEVEN, *means, "worst", "task", "its spread"), table)
 
 
 def label(method: str) -> str:
@@ -267,7 +249,7 @@ def write_all(claimed: Sequence[tables.Row]) -> None:
     write(PAGE, "losses local", local_losses(read_rows(LOCAL, Row)))
     write(PAGE, "local shares", local_shares(read_rows(LOCAL, Row)))
     write(PAGE, "far links", far_links(LINKS))
-    write(PAGE, "suite", suite_losses(read_rows(SUITE, Row)))
+    write(PAGE, "suite", suite.table(read_rows(SUITE, Row)))
     write(PAGE, "codecs", codecs(CODECS))
     write(DOCS / "bench.md", "claims", claims(claimed))
     write(DOCS / "peers.md", "peers", peers.markdown(tables.read(tables.RESULTS / "peers-cpu.csv")))

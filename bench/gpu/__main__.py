@@ -176,8 +176,7 @@ def smoke(run: GpuRun) -> None:
 
 def measured(name: str, run: GpuRun) -> None:
     """Run a command of `pycomm.bench`, whose rows go to a file of its own."""
-    suffixes = {"step": {"--picture": ".png"}, "trace": {"--trace": ".json"}}
-    files = {"--csv": ".csv"} | suffixes.get(name, {})
+    files = {"--csv": ".csv"} | ({"--trace": ".json"} if name == "trace" else {})
     words = [f"{option}={run.file(name).with_suffix(end)}" for option, end in files.items()]
     run.call(name, "pycomm.bench", *WORDS[name], *words)
 

@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from pycomm.bench.lab import busy_cores, subreaper
@@ -61,10 +60,6 @@ class Lab(ABC):
     @abstractmethod
     def describe(self) -> str:
         """Return a one-line description."""
-
-    def sent_bytes(self, node: int) -> int | None:
-        """Return the bytes that a node has sent over its first link; None if not counted."""
-        return next((t.sent for t in self.traffic() if t.node == node), None)
 
     def environment(self) -> dict[str, str]:
         """Return the rendezvous and interface variables, common to all ranks; new in every call."""
@@ -119,8 +114,8 @@ class Lab(ABC):
         return rank
 
     def _keep_cores_busy(self) -> None:
-        """Keep all processors from idling until the ranks are stopped, if their time counts."""
-        if self.timed and self._busy is None:
+        """Keep all processors from idling until the ranks are stopped, if links have a rate."""
+        if self.timed and self.rate != UNLIMITED and self._busy is None:
             command = [sys.executable, "-I", "-S", busy_cores.__file__, str(os.getpid())]
             self._busy = subprocess.Popen(command)
 
@@ -146,12 +141,7 @@ class Lab(ABC):
     def __enter__(self) -> Lab:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -207,18 +197,6 @@ def interface_counts(pid: int | str = "self") -> dict[str, tuple[int, int]]:
         received, sent = counts.split()[0], counts.split()[8]
         found[name.strip()] = (int(sent), int(received))
     return found
-
-
-def interface_bytes(interface: str, pid: int | str = "self") -> int:
-    """Return the bytes sent by an interface of the network namespace of a process.
-
-    Raises:
-        ValueError: the namespace has no such interface.
-    """
-    counts = interface_counts(pid)
-    if interface not in counts:
-        raise ValueError(f"process {pid} has no interface {interface}")
-    return counts[interface][0]
 
 
 def _free_port() -> int:

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-import numpy as np
+import torch
+import torch.distributed as dist
 
 from pycomm import _C
 from pycomm.bench.ops import coded
-from pycomm.bench.ops.cases import Array, BackendCalls, Case, Run
+from pycomm.bench.ops.cases import BackendCalls, Case, Run
 
 CORE = ("pycomm", "pycomm-shared", "pycomm-tls")
 NAMES = (
@@ -38,23 +39,27 @@ class Core(BackendCalls):
             options.tls = "on"
         self.communicator: _C.Communicator = _C.Communicator(store, rank, ranks, options)
 
-    def prepare(self, case: Case, x: Array, y: Array, codec: str = "none") -> Run:
+    def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        if self.name != "pycomm-shared":
+            return super().allocate(numel, dtype)
+        memory = self.communicator.allocate(numel * dtype.itemsize, _C.DType.uint8)
+        return torch.frombuffer(memory, dtype=dtype)
+
+    def prepare(self, case: Case, x: torch.Tensor, y: torch.Tensor, codec: str = "none") -> Run:
         op = case.op
         if codec != "none":
-            return coded.core_run(self.communicator, case, x, y, codec)
+            buffers, pieces = (x.data_ptr(), y.data_ptr()), _pieces(case, codec)
+            coded_call = self.communicator.run_coded
+            return partial(coded_call, op.name, *buffers, pieces, dtype=case.core_dtype)
         if op.core is not None:
             return op.core(self.communicator, case, x, y)
-        source, target = x.ctypes.data, (x if op.in_place else y).ctypes.data
         how = case.core_redop if op.reduces else _C.ReduceOp.sum
-        call = op.name, source, target, case.count, case.core_dtype, how, op.root
+        call = op.name, x.data_ptr(), y.data_ptr(), case.count, case.core_dtype, how, op.root
         return partial(self.communicator.run, *call)
 
     def explain(self, case: Case, codec: str = "none") -> str:
         """Return which algorithm runs a case, and why."""
-        pieces = None
-        if codec != "none":
-            pieces = _C.Pieces()
-            pieces.add(case.count, _C.Codec(codec))
+        pieces = None if codec == "none" else _pieces(case, codec)
         return self.communicator.explain(case.op.name, case.size, pieces, case.core_dtype)
 
     def sent_bytes(self) -> int:
@@ -67,13 +72,10 @@ class Core(BackendCalls):
         del self.communicator
 
 
-class SharedCore(Core):
-    """The core on memory from its own allocate(), which peers read and write in place."""
-
-    def buffers(self, case: Case) -> tuple[Array, Array]:
-        return case.buffers(
-            lambda numel: np.asarray(self.communicator.allocate(numel, case.core_dtype))
-        )
+def _pieces(case: Case, codec: str) -> _C.Pieces:
+    pieces = _C.Pieces()
+    pieces.add(case.count, _C.Codec(codec))
+    return pieces
 
 
 ON_DEVICE = ("pycomm-torch", "pycomm-host", "nccl", "pycomm-nccl")
@@ -82,8 +84,6 @@ ON_DEVICE = ("pycomm-torch", "pycomm-host", "nccl", "pycomm-nccl")
 
 def usual() -> list[str]:
     """Return those of `--device cuda` that this torch has."""
-    import torch.distributed as dist
-
     return [name for name in ON_DEVICE if "nccl" not in name or dist.is_nccl_available()]
 
 
@@ -94,8 +94,7 @@ def connect(
     backends: list[BackendCalls] = []
     for name in names:
         if name.partition(":")[0] in CORE:
-            core = SharedCore if name == "pycomm-shared" else Core
-            backends.append(core(name, store, rank, ranks))
+            backends.append(Core(name, store, rank, ranks))
         else:
             from pycomm.bench.ops.torch_backends import make
 

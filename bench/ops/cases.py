@@ -12,29 +12,27 @@ from functools import reduce
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from pycomm import _C
 
-Array = np.ndarray[Any, Any]
-Inputs = Callable[[int], Array]  # maps a rank to its input, in float64
+Inputs = Callable[[int], Tensor]  # maps a rank to its input, in float64
 Run = Callable[[], Any]
 
-# The dtype's name in pycomm, and a numpy type of the same width (numpy has no bfloat16).
-STORAGE = {
-    "float32": np.float32,
-    "float64": np.float64,
-    "float16": np.float16,
-    "bfloat16": np.uint16,
-    "int8": np.int8,
-    "uint8": np.uint8,
-    "int32": np.int32,
-    "uint32": np.uint32,
-    "int64": np.int64,
-    "uint64": np.uint64,
-}
+DTYPES = (
+    *("float32", "float64", "float16", "bfloat16"),
+    *("int8", "uint8", "int32", "uint32", "int64", "uint64"),
+)
+"""by their names in torch and in the core"""
 # nccl-tests' names.
 ALIASES = {"float": "float32", "double": "float64", "half": "float16", "int": "int32"}
 REDUCTIONS = ("sum", "avg", "prod", "min", "max")
+
+
+def empty(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return memory of the CPU: numpy asks for huge pages, which alone are worth a quarter."""
+    return torch.from_numpy(np.empty(numel * dtype.itemsize, np.uint8)).view(dtype)
 
 
 @dataclass(frozen=True)
@@ -49,13 +47,14 @@ class Case:
     ranks: int
 
     @property
-    def itemsize(self) -> int:
-        return np.dtype(STORAGE[self.dtype]).itemsize
+    def type(self) -> torch.dtype:
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
 
     @property
     def size(self) -> int:
         """Return the bytes of the larger buffer, from which rates are computed."""
-        return self.count * self.itemsize * max(self.op.parts(self.ranks))
+        return self.count * self.type.itemsize * max(self.op.parts(self.ranks))
 
     @property
     def core_dtype(self) -> _C.DType:
@@ -65,54 +64,43 @@ class Case:
     def core_redop(self) -> _C.ReduceOp:
         return _C.ReduceOp.__members__[self.redop]
 
-    def buffers(self, allocate: Callable[[int], Array] | None = None) -> tuple[Array, Array]:
-        """Return zeroed, resident input and output arrays; one if it is in place."""
+    def buffers(
+        self, allocate: Callable[[int, torch.dtype], Tensor] = empty
+    ) -> tuple[Tensor, Tensor]:
+        """Return zeroed, resident input and output tensors; one if it is in place."""
 
-        def zeros(parts: int) -> Array:
-            numel = parts * self.count
-            array = allocate(numel) if allocate else np.empty(numel, STORAGE[self.dtype])
-            array[:] = 0
-            return array
+        def zeros(parts: int) -> Tensor:
+            tensor = allocate(parts * self.count, self.type)
+            tensor.view(torch.uint8).zero_()
+            return tensor
 
         first, second = self.op.parts(self.ranks)
         x = zeros(first)
         return (x, x) if self.op.in_place else (x, zeros(second))
 
-    def inputs(self, rank: int) -> Array:
+    def inputs(self, rank: int) -> Tensor:
         """Return small integers, whose sums every dtype holds exactly in any order."""
-        place = np.arange(self.op.parts(self.ranks)[0] * self.count)
+        place = torch.arange(self.op.parts(self.ranks)[0] * self.count)
         values = (place * 7 + rank * 5) % 8
-        return (values % 2 + 1 if self.redop == "prod" else values).astype(np.float64)
+        return (values % 2 + 1 if self.redop == "prod" else values).double()
 
-    def stored(self, values: Array) -> Array:
-        """Convert float64 values to this dtype."""
-        if self.dtype != "bfloat16":
-            return values.astype(STORAGE[self.dtype])
-        bits = values.astype(np.float32).view(np.uint32)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    def expected(self) -> Tensor:
+        """Return the right result, of this type."""
+        return self.op.expected(self, self.inputs).to(self.type)
 
-    def values(self, stored: Array) -> Array:
-        """Convert stored values to float64."""
-        if self.dtype != "bfloat16":
-            return stored.astype(np.float64)
-        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-
-    def expected(self) -> Array:
-        return self.stored(self.op.expected(self, self.inputs))
-
-    def reduced(self, inputs: Inputs) -> Array:
+    def reduced(self, inputs: Inputs) -> Tensor:
         """Return the reduction of all ranks' inputs, in float64."""
-        functions = {"prod": np.multiply, "min": np.minimum, "max": np.maximum}
-        function = functions.get(self.redop, np.add)
+        functions = {"prod": torch.mul, "min": torch.minimum, "max": torch.maximum}
+        function = functions.get(self.redop, torch.add)
         total = reduce(function, (inputs(rank) for rank in range(self.ranks)))
         if self.redop != "avg":
             return total
-        if np.issubdtype(STORAGE[self.dtype], np.integer) and self.dtype != "bfloat16":
-            return np.trunc(total / self.ranks)
-        wide = np.float64 if self.dtype == "float64" else np.float32
-        return (total.astype(wide) / wide(self.ranks)).astype(np.float64)
+        if not self.type.is_floating_point:
+            return (total / self.ranks).trunc()
+        wide = torch.float64 if self.dtype == "float64" else torch.float32
+        return (total.to(wide) / self.ranks).double()
 
-    def part(self, values: Array, rank: int) -> Array:
+    def part(self, values: Tensor, rank: int) -> Tensor:
         return values[rank * self.count : (rank + 1) * self.count]
 
 
@@ -125,7 +113,7 @@ class Operation:
     """bytes that cross each rank's link, over bytes of `Case.size`, by number of ranks"""
     parts: Callable[[int], tuple[int, int]]
     """input and output in units of `Case.count`, by number of ranks"""
-    expected: Callable[[Case, Inputs], Array]
+    expected: Callable[[Case, Inputs], Tensor]
     torch: Callable[[Any, Any, Case, Any, Any], Run]
     """makes a call from torch.distributed, group, case, input and output tensor"""
     in_place: bool = False
@@ -134,7 +122,7 @@ class Operation:
     root: int = -1
     to_root: bool = False
     """only rank 0 has a result"""
-    core: Callable[[_C.Communicator, Case, Array, Array], Run] | None = None
+    core: Callable[[_C.Communicator, Case, Tensor, Tensor], Run] | None = None
     """makes a call of the core that is not `run` of its name"""
 
 
@@ -145,24 +133,16 @@ class BackendCalls(ABC):
     coded: Sequence[str] = ()
     """names of the operations that it runs with a codec"""
 
-    def buffers(self, case: Case) -> tuple[Any, Any]:
-        """Return zeroed input and output buffers for `case`; the same one if it is in place."""
-        return case.buffers()
-
-    def fill(self, buffer: Any, stored: Array) -> None:
-        """Put stored values into a buffer."""
-        buffer[:] = stored
-
-    def stored(self, case: Case, buffer: Any) -> Array:
-        """Return the stored values of a buffer of a case."""
-        return buffer
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory for a buffer."""
+        return empty(numel, dtype)
 
     def refuses(self, case: Case) -> str:
         """Return why this backend cannot run the case; empty if it can."""
         return ""
 
     @abstractmethod
-    def prepare(self, case: Case, x: Any, y: Any, codec: str = "none") -> Run:
+    def prepare(self, case: Case, x: Tensor, y: Tensor, codec: str = "none") -> Run:
         """Return a callable that runs the operation once, from `x` to `y`, with all set-up done."""
 
     def event_time(self, run: Run) -> float | None:

@@ -6,12 +6,15 @@ the error is compared with the codec's own loss, and all ranks must agree.
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import cache
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from pycomm import _C
-from pycomm.bench.ops.cases import Array, Case, Run
+from pycomm.bench.ops.cases import Case
 
 SAMPLE = 1 << 16  # values on which a codec's loss is estimated, besides those of the case
 SLACK = 1.5  # ratio between the losses of two samples
@@ -25,30 +28,23 @@ HOOKS = ("all_reduce", "reduce_scatter")
 """Those that hooks of torch use."""
 
 
-def core_run(c: _C.Communicator, case: Case, x: Array, y: Array, spec: str) -> Run:
-    """Return one call of the core."""
-    pieces = _C.Pieces()
-    pieces.add(case.count, _C.Codec(spec))
-    buffers = x.ctypes.data, (x if case.op.in_place else y).ctypes.data
-    return partial(c.run_coded, case.op.name, *buffers, pieces, dtype=case.core_dtype)
-
-
-def gradient(count: int, rank: int) -> Array:
+def gradient(count: int, rank: int) -> np.ndarray[Any, Any]:
     """Return gradient-like float32 values, different on each rank."""
     return np.random.default_rng(rank).standard_normal(count, dtype=np.float32)
 
 
-def inputs(case: Case, rank: int) -> Array:
-    """Return a rank's input in its stored form."""
-    return case.stored(gradient(case.op.parts(case.ranks)[0] * case.count, rank))
+def inputs(case: Case, rank: int) -> Tensor:
+    """Return a rank's input."""
+    values = gradient(case.op.parts(case.ranks)[0] * case.count, rank)
+    return torch.from_numpy(values).to(case.type)
 
 
-def expected(case: Case) -> Array:
+def expected(case: Case) -> Tensor:
     """Return the exact result on this rank, in float64."""
-    every = (case.values(inputs(case, rank)) for rank in range(case.ranks))
+    every = [inputs(case, rank).double() for rank in range(case.ranks)]
     if case.op.name == "all_gather":
-        return np.concatenate(list(every))
-    mean = sum(every) / case.ranks
+        return torch.cat(every)
+    mean = torch.stack(every).mean(0)
     return case.part(mean, case.rank) if case.op.name == "reduce_scatter" else mean
 
 
@@ -76,4 +72,4 @@ def most_error(case: Case, spec: str) -> float:
 
 def ratio(case: Case, spec: str) -> float:
     """Return plain bytes over payload bytes, for what one call encodes at once."""
-    return case.count * case.itemsize / one_coding(spec, case.count, case.rank)[1]
+    return case.count * case.type.itemsize / one_coding(spec, case.count, case.rank)[1]

@@ -15,13 +15,13 @@ import sys
 from collections.abc import Sequence
 
 from pycomm import _C
-from pycomm.bench.common import arguments
+from pycomm.bench.common import accelerator, arguments
 from pycomm.bench.common.harness import format_size
 from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab.base import Paced, wait
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.ops import backends, coded
-from pycomm.bench.ops.cases import ALIASES, REDUCTIONS, STORAGE
+from pycomm.bench.ops.cases import ALIASES, DTYPES, REDUCTIONS
 from pycomm.bench.ops.measure import Rank
 from pycomm.bench.ops.operations import OPERATIONS
 from pycomm.env import env
@@ -52,11 +52,7 @@ def columns(options: argparse.Namespace) -> list[Column]:
 
 def rank_main(options: argparse.Namespace, rank: int, ranks: int) -> int:
     member = Rank(options, rank, ranks, at_master(rank, _C.CommunicatorOptions()))
-    device = ""
-    if options.device == "cuda":
-        from pycomm.bench.common import accelerator  # needs torch
-
-        device = accelerator.describe()
+    device = accelerator.describe() if options.device == "cuda" else ""
     shown = [] if options.explain else columns(options)
     report = Report(shown, options, quiet=rank != 0, device=device)
     origin = report.origin
@@ -76,10 +72,8 @@ def rank_main(options: argparse.Namespace, rank: int, ranks: int) -> int:
 
 def launch(argv: Sequence[str], ranks: int) -> int:
     """Start this program once per rank; the first failure ends all ranks."""
-    lab = Paced(1, UNLIMITED)
-    lab.timed = False  # ranks of a machine keep its cores busy by themselves
     command = [sys.executable, "-m", "pycomm.bench", *argv]
-    with lab:
+    with Paced(1, UNLIMITED) as lab:
         started = lab.start(command, ranks_per_node=ranks)
         status = wait(started)
         for rank, process in enumerate(started):
@@ -100,7 +94,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("-w", "--warmup_iters", dest="warmup", type=count, default=5, metavar="N", help=what)
     what = "iterations whose results are checked; 0: none (1)"
     add("-c", "--check", type=count, default=1, metavar="N", help=what)
-    types = [*STORAGE, *ALIASES]
+    types = [*DTYPES, *ALIASES]
     what = f"of elements: {', '.join(types)}, or all (float)"
     kind = some("type", types)
     add("-d", "--datatype", dest="dtypes", type=kind, default="float", metavar="TYPE", help=what)
@@ -151,13 +145,10 @@ def _check_codecs(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     rank, ranks = env().rank, env().world_size
-    if options.device == "cuda":
-        from pycomm.bench.common import accelerator  # needs torch
-
-        if not accelerator.kind():
-            needs = "an NVIDIA GPU, its driver, and a torch that was built for CUDA"
-            print(f"python -m pycomm.bench: --device cuda needs {needs}", file=sys.stderr)
-            return 2
+    if options.device == "cuda" and not accelerator.kind():
+        needs = "an NVIDIA GPU, its driver, and a torch that was built for CUDA"
+        print(f"python -m pycomm.bench: --device cuda needs {needs}", file=sys.stderr)
+        return 2
     if rank is None or ranks is None:
         return launch(argv, options.ranks)
     return rank_main(options, rank, ranks)

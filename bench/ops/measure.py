@@ -6,12 +6,13 @@ import argparse
 import itertools
 import os
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from pycomm import _C
 from pycomm.bench.common import arguments, harness
@@ -19,7 +20,7 @@ from pycomm.bench.common.harness import Row
 from pycomm.bench.common.report import Report
 from pycomm.bench.common.timing import calls_within, in_turns, quantile
 from pycomm.bench.ops import backends, coded
-from pycomm.bench.ops.cases import Array, BackendCalls, Case, Run
+from pycomm.bench.ops.cases import BackendCalls, Case, Run
 from pycomm.bench.ops.operations import OPERATIONS, make_case
 
 SECONDS = 0.5  # time budget of the slowest backend at one size, unless -n is given
@@ -36,7 +37,7 @@ class Variant:
     spec: str
     case: Case
     run: Run
-    buffers: tuple[Any, Any] | None = None
+    buffers: tuple[Tensor, Tensor] | None = None
     """the memory of `run`, kept alive here since the core takes raw addresses"""
     wrong: int = 0
     err: float | None = None
@@ -76,21 +77,20 @@ class Rank:
         This runs after the backends have started, so that their own threads stay unpinned. Nodes
         that are namespaces share a machine, so LOCAL_RANK would not be unique.
         """
-        machine = np.zeros(self.ranks)
+        machine = [0.0] * self.ranks
         machine[self.rank] = int(BOOT.read_text()[:8], 16) if BOOT.exists() else 0
         machines = self.agree(machine, "sum")
-        here = np.flatnonzero(machines == machine[self.rank]).tolist()
+        here = [rank for rank, one in enumerate(machines) if one == machine[self.rank]]
         cores = sorted(os.sched_getaffinity(0))
         if len(here) <= len(cores):
             os.sched_setaffinity(0, {cores[here.index(self.rank)]})
 
-    def agree(self, values: Sequence[float] | Array, op: str) -> Array:
+    def agree(self, values: Sequence[float], op: str) -> list[float]:
         """Reduce float64 values over the ranks."""
-        values = np.array(values, np.float64)
-        member = _C.ReduceOp.__members__[op]
-        at = values.ctypes.data
-        self.control.run("all_reduce", at, at, values.size, _C.DType.float64, member)
-        return values
+        found = array("d", values)
+        at, member = found.buffer_info()[0], _C.ReduceOp.__members__[op]
+        self.control.run("all_reduce", at, at, len(found), _C.DType.float64, member)
+        return found.tolist()
 
     def cases(self) -> Iterator[tuple[int, Case | None]]:
         """Yield every size, dtype and reduction; None where a size is too small for the ranks."""
@@ -117,9 +117,9 @@ class Rank:
         links in their first call."""
         cores = [backend for backend in self.backends if isinstance(backend, backends.Core)]
         for backend in cores:
-            x = np.zeros(1)
-            at = x.ctypes.data
-            backend.communicator.run("all_reduce", at, at, 1, _C.DType.float64)
+            x = torch.zeros(1)
+            at = x.data_ptr()
+            backend.communicator.run("all_reduce", at, at, 1, _C.DType.float32)
         for (_, case), backend, codec in itertools.product(self.cases(), cores, self.options.codec):
             if case is not None:
                 name = " ".join([harness.format_size(case.size), case.dtype, backend.name, codec])
@@ -160,30 +160,29 @@ class Rank:
         """Run once on values with a known result. Adds to `wrong`; with a codec, sets `err`."""
         case = variant.case
         backend = variant.backend
-        x, y = backend.buffers(case)
+        x, y = case.buffers(backend.allocate)
         run = backend.prepare(case, x, y, variant.spec)
         exact = variant.codec == "none"
-        given = case.stored(case.inputs(self.rank)) if exact else coded.inputs(case, self.rank)
-        backend.fill(x, given)
+        x.copy_(case.inputs(self.rank) if exact else coded.inputs(case, self.rank))
         run()
-        result = backend.stored(case, y)
+        result = y.cpu().double()
         if exact:
             ours = not case.op.to_root or self.rank == 0
-            wrong = int(np.count_nonzero(result != case.expected())) if ours else 0
+            wrong = int((result != case.expected().double()).sum()) if ours else 0
             variant.wrong += int(self.agree([wrong], "sum")[0])
         else:
             variant.wrong += self.verify_coded(case, variant, result)
 
-    def verify_coded(self, case: Case, variant: Variant, y: Array) -> int:
+    def verify_coded(self, case: Case, variant: Variant, result: Tensor) -> int:
         """Return 0, or the count of all elements if the error is too large or ranks differ."""
         want = coded.expected(case)
-        distances = [np.sum((case.values(y) - want) ** 2), np.sum(want**2)]
+        distances = [float((result - want).square().sum()), float(want.square().sum())]
         error, norm = self.agree(distances, "sum")
-        variant.err = float(np.sqrt(error / norm))
+        variant.err = (error / norm) ** 0.5
         most = self.agree([coded.most_error(case, variant.spec)], "max")[0]
         same = True
         if case.op.name != "reduce_scatter":  # its result differs by rank
-            checksum = _C.crc32c(y.tobytes())
+            checksum = _C.crc32c(result.numpy().tobytes())
             low, high = (self.agree([checksum], op)[0] for op in ("min", "max"))
             same = bool(low == high)
         return 0 if same and variant.err <= most else case.count
@@ -192,10 +191,10 @@ class Rank:
         """Allocate buffers: zeros for exact sums, which would overflow, gradients for averages."""
         for variant in variants:
             case = variant.case
-            x, y = variant.backend.buffers(case)
+            x, y = case.buffers(variant.backend.allocate)
             variant.run = variant.backend.prepare(case, x, y, variant.spec)
             if variant.codec != "none":
-                variant.backend.fill(x, coded.inputs(case, self.rank))
+                x.copy_(coded.inputs(case, self.rank))
             variant.buffers = (x, y)
 
     def warm_up(self, variant: Variant) -> float:

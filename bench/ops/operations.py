@@ -8,18 +8,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from pycomm import _C
-from pycomm.bench.ops.cases import STORAGE, Array, Case, Inputs, Operation, Run
+from pycomm.bench.ops.cases import Case, Inputs, Operation, Run
 
 # `torch` takes torch.distributed, a group, a case, and the input and output tensor, and returns a
-# callable that runs the operation once; so does `core`, of a communicator and arrays, where the
+# callable that runs the operation once; so does `core`, of a communicator and tensors, where the
 # core has no collective of that name.
-
-
-def _at(array: Array) -> int:
-    return int(array.ctypes.data)
 
 
 def _redop(dist: Any, case: Case) -> Any:
@@ -50,8 +47,8 @@ def _neighbours(case: Case) -> tuple[int, int]:
     return (case.rank + 1) % case.ranks, (case.rank - 1) % case.ranks
 
 
-def _core_sendrecv(c: _C.Communicator, case: Case, x: Array, y: Array) -> Run:
-    (after, before), source, target = _neighbours(case), _at(x), _at(y)
+def _core_sendrecv(c: _C.Communicator, case: Case, x: Tensor, y: Tensor) -> Run:
+    (after, before), source, target = _neighbours(case), x.data_ptr(), y.data_ptr()
 
     def run() -> None:
         receive = c.recv(target, x.nbytes, before)
@@ -78,8 +75,8 @@ def _shares(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _all(case: Case, inputs: Inputs) -> Array:
-    return np.concatenate([inputs(rank) for rank in range(case.ranks)])
+def _all(case: Case, inputs: Inputs) -> Tensor:
+    return torch.cat([inputs(rank) for rank in range(case.ranks)])
 
 
 def _one_each(ranks: int) -> tuple[int, int]:
@@ -141,7 +138,7 @@ _LIST = (
         name="all_to_all",
         bus_factor=_shares,
         parts=lambda ranks: (ranks, ranks),
-        expected=lambda case, inputs: np.concatenate(
+        expected=lambda case, inputs: torch.cat(
             [case.part(inputs(rank), case.rank) for rank in range(case.ranks)]
         ),
         torch=lambda dist, group, case, x, y: partial(dist.all_to_all_single, y, x, group=group),
@@ -179,6 +176,6 @@ def make_case(
     op: Operation, size: int, *, dtype: str, redop: str, rank: int, ranks: int
 ) -> Case | None:
     """Return the largest case of at most `size` bytes; None if it is empty."""
-    unit = np.dtype(STORAGE[dtype]).itemsize * max(op.parts(ranks))
+    unit = getattr(torch, dtype).itemsize * max(op.parts(ranks))
     count = size // unit
     return Case(op, count, dtype, redop if op.reduces else "", rank, ranks) if count else None

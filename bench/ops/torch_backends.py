@@ -12,7 +12,6 @@ import os
 import statistics
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -21,7 +20,7 @@ import pycomm.backend  # registers the name, which installed packages do without
 from pycomm import _C, takeover
 from pycomm.bench.common import accelerator
 from pycomm.bench.ops import coded
-from pycomm.bench.ops.cases import STORAGE, Array, BackendCalls, Case, Run
+from pycomm.bench.ops.cases import BackendCalls, Case, Run
 from pycomm.policy import Decision, Parameter
 from pycomm.reduction import two_shot
 from pycomm.reduction.bucket import Bucket
@@ -72,23 +71,13 @@ class Torch(BackendCalls):
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of the device; shared: that of the group, where DDP keeps its buckets."""
+        if self.device != CPU:
+            return torch.empty(numel, dtype=dtype, device=self.device)
         if not self.name.endswith("-shared"):
-            if self.device != CPU:
-                return torch.empty(numel, dtype=dtype, device=self.device)
-            # As pycomm's core has it: numpy asks for huge pages, which alone are worth a quarter.
-            return torch.from_numpy(np.empty(numel * dtype.itemsize, np.uint8)).view(dtype)
+            return super().allocate(numel, dtype)
         backend = self.group._get_backend(self.device)
         shared: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=self.device)
         return shared
-
-    def buffers(self, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
-        return case.buffers(lambda numel: self.allocate(numel, getattr(torch, case.dtype)))
-
-    def fill(self, buffer: torch.Tensor, stored: Array) -> None:
-        buffer.view(torch.uint8).copy_(torch.from_numpy(stored).view(torch.uint8))
-
-    def stored(self, case: Case, buffer: torch.Tensor) -> Array:
-        return buffer.view(torch.uint8).cpu().numpy().view(STORAGE[case.dtype])
 
     def refuses(self, case: Case) -> str:
         if case.dtype in UNKNOWN and (self.name == "gloo" or self.device != CPU):

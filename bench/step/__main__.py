@@ -14,7 +14,7 @@ the bytes that a node has sent, the wire's time for them at 95 % of its rate, th
 
 and the ratio to it. C is forward and backward, `first` the time until the first bucket is ready,
 `last` the share of the last bucket; `alone` is a step whose hook sends nothing. Where there are no
-namespaces, pycomm paces its own sockets, which is checked; other backends then need a lab.
+namespaces, pycomm paces its own sockets; other backends then need a lab.
 
 `--stand-in` models the step of a GPU on a virtual clock (stand_in.py), from a checkout: nothing
 runs on one. Its parts are launches, copies and Python calls of a bucket, waits of the host in a
@@ -40,11 +40,11 @@ from pycomm.bench.common import accelerator, arguments, tables
 from pycomm.bench.common.harness import Row, record
 from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab import jobs
-from pycomm.bench.step import rank, stand_in
-from pycomm.bench.step.bound import Pace, wire_seconds
+from pycomm.bench.step import Pace, rank, stand_in, wire_seconds
 from pycomm.bench.training.methods import METHODS, ONE_BUCKET, Method
 from pycomm.bench.training.results import describe
 from pycomm.bench.training.train import MODELS, Config, parameters
+from pycomm.plan.options import positive
 from pycomm.units import parse_rate
 
 NAMES = {
@@ -84,19 +84,6 @@ def backends(text: str) -> list[str]:
     return found
 
 
-def model(text: str) -> tuple[str, Config]:
-    """Return a known model, or one of "layers,width,heads,length,vocabulary,batch"."""
-    if text in MODELS:
-        return text, MODELS[text]
-    try:
-        layers, width, heads, context, vocabulary, batch = map(int, text.split(","))
-    except ValueError:
-        words = f"{', '.join(MODELS)}, or layers,width,heads,length,vocabulary,batch"
-        raise argparse.ArgumentTypeError(f"there is no model {text!r}: want {words}") from None
-    shape = {"layers": layers, "width": width, "heads": heads, "context": context}
-    return text, Config(**shape, vocabulary=vocabulary, batch=batch)
-
-
 def methods_of(names: Sequence[str], carriers: Sequence[str]) -> list[Method]:
     """Return each method on each backend that has it."""
     found = []
@@ -111,83 +98,6 @@ def methods_of(names: Sequence[str], carriers: Sequence[str]) -> list[Method]:
             label = f"{backend}, {name}"
             found.append(replace(NAMES[name], label=label, backend=backend, bucket_mb=mb))
     return found
-
-
-class Answers:
-    """Rows of what ranks answer on links, each as soon as its last answer is there.
-
-    Args:
-        base: what all rows share.
-        methods, options: what is timed, and how.
-        scale: nodes send so much more than is counted.
-        add: takes the rows.
-    """
-
-    def __init__(
-        self,
-        base: Row,
-        methods: Sequence[Method],
-        options: argparse.Namespace,
-        scale: int,
-        add: Callable[[Row], object],
-    ) -> None:
-        self._base, self._methods, self._options = base, methods, options
-        self._scale, self._add = scale, add
-        self._found: dict[str, list[dict[str, Any]]] = {}
-        self._pace = Pace(0.0, 0.0, 0.0, 0.0)
-
-    def hear(self, answer: dict[str, Any]) -> None:
-        """Take an answer of rank.py."""
-        name = answer["method"]
-        if name == "links":
-            rate = 8e-9 * answer["rate"]
-            print(f"# links: {answer['sent']} bytes at {rate:.3g} Gbit/s a rank", flush=True)
-        elif name == "alone":
-            self._add(self._alone(answer))
-        else:
-            mine = self._found.setdefault(name, [])
-            mine.append(answer)
-            if len(mine) == self._options.rounds:
-                method = next(m for m in self._methods if m.label == name)
-                self._add(self._row(method, mine))
-
-    def _alone(self, answer: dict[str, Any]) -> Row:
-        parts = answer["parts"]
-        compute = parts["forward"] + parts["backward"]
-        self._pace = Pace(answer["first"], compute, parts["optimizer"], answer["last"])
-        return replace(
-            self._base,
-            steps=len(answer["seconds"]),
-            seconds=statistics.median(answer["seconds"]),
-            memory=answer["memory"],
-            parts=_parts(parts | {"first": answer["first"]}),
-        )
-
-    def _row(self, method: Method, mine: Sequence[dict[str, Any]]) -> Row:
-        seconds = [s for one in mine for s in one["seconds"]]
-        middle = statistics.fmean(seconds) if method.local else statistics.median(seconds)
-        sent = self._scale * statistics.median(one["sent"] for one in mine)
-        speed = speed_of(self._base.rate)
-        wire = wire_seconds(sent, speed) if speed else None
-        bound = self._pace.bound(wire) if wire is not None and not method.local else None
-        ratio = middle / bound if bound else None
-        if self._options.compute:  # the share of the time in which a step computes
-            bound, ratio = None, self._options.compute / middle
-        return replace(
-            self._base,
-            method=method.label,
-            backend=method.backend,
-            codec=method.codec or method.momentum or "none",
-            hook=method.hook,
-            steps=len(seconds),
-            seconds=middle,
-            wire_bytes=sent,
-            wire_seconds=wire,
-            bound=bound,
-            ratio=ratio,
-            memory=max(one["memory"] for one in mine),
-            parts=_parts(mine[-1]["parts"]),
-        )
 
 
 def speed_of(rate: str) -> float:
@@ -215,46 +125,79 @@ def steps(
         add: takes each row, as soon as it is measured.
 
     Raises:
-        Failed: a rank failed, or the links are not what they are to be.
+        Failed: a rank failed.
     """
     per_node, speed = options.ranks_per_node, speed_of(rate)
     lab, reason = netlab.open_lab(options.nodes, rate, paced=options.paced)
-    paced, scale = 0.0, 1
+    scale = 1
     if reason:
         print(f"# no lab: {reason}; pycomm paces its sockets, and other backends need a lab")
         methods = [m for m in methods if m.backend == "pycomm"]
-        paced, scale = speed / per_node, per_node  # the group of one rank counts bytes
-        lab = netlab.Paced(options.nodes, f"{8 * paced:.0f}bit")
+        scale = per_node  # the group of one rank counts bytes
+        lab = netlab.Paced(options.nodes, f"{8 * speed / per_node:.0f}bit" if speed else rate)
     if not methods:
         return
     on_gpu, ranks = device != "cpu", options.nodes * per_node
+    by_label = {method.label: method for method in methods}
+    shared = accelerator.sharing(ranks) if on_gpu else ""
+    where = ", ".join(filter(None, [f"tcp ({lab.congestion})", shared]))
+    paces: list[Pace] = []
+
+    def blank(method: Method) -> Row:
+        row = describe("step", name, parameters(config), method, ranks)
+        return replace(row, rate=rate, connection=where)
+
+    def heard(answer: dict[str, Any]) -> None:
+        if answer["method"] == "alone":
+            parts = answer["parts"]
+            compute = parts["forward"] + parts["backward"]
+            paces.append(Pace(answer["first"], compute, parts["optimizer"], answer["last"]))
+            alone = blank(Method("alone", "none"))
+            row = replace(alone, seconds=statistics.median(answer["seconds"]))
+            parts["first"] = answer["first"]
+        else:
+            row = row_of(by_label[answer["method"]], answer)
+        told = " ".join(f"{part}:{1e3 * value:.1f}" for part, value in answer["parts"].items())
+        count, memory = len(answer["seconds"]), answer["memory"]
+        add(replace(row, steps=count, memory=memory, parts=told))
+
+    def row_of(method: Method, answer: dict[str, Any]) -> Row:
+        middle = statistics.fmean if method.local else statistics.median
+        seconds = middle(answer["seconds"])
+        sent = scale * statistics.median(answer["sent"])
+        wire = wire_seconds(sent, speed) if speed else None
+        bound = paces[0].bound(wire) if wire is not None and not method.local else None
+        ratio = seconds / bound if bound else None
+        if options.compute:  # the share of the time in which a step computes
+            bound, ratio = None, options.compute / seconds
+        return replace(
+            blank(method),
+            seconds=seconds,
+            wire_bytes=sent,
+            wire_seconds=wire,
+            bound=bound,
+            ratio=ratio,
+        )
+
     with lab:
-        shared = accelerator.sharing(ranks) if on_gpu else ""
-        where = ", ".join(filter(None, [f"tcp ({lab.congestion})", shared]))
-        alone = describe("step", name, parameters(config), Method("alone", "none"))
-        base = replace(alone, ranks=ranks, rate=rate, connection=where)
         jobs.ask(
             lab,
             rank.time_methods,
             *(config, methods, device, options.rounds, options.turn_seconds),
-            *(options.compute, paced, str(options.trace or "")),
+            *(options.compute, str(options.trace or "")),
             env={"NCCL_SOCKET_IFNAME": lab.interface} if on_gpu else {},
             ranks_per_node=per_node,
-            heard=Answers(base, methods, options, scale, add).hear,
+            heard=heard,
         )
-
-
-def _parts(seconds: dict[str, float]) -> str:
-    return " ".join(f"{name}:{1e3 * value:.1f}" for name, value in seconds.items())
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = arguments.Parser(prog="python -m pycomm.bench step", description=__doc__)
     add = parser.add_argument
     cuda = bool(accelerator.kind())
-    known = "a name of MODELS, or layers,width,heads,length,vocabulary,batch"
     small = "124m" if cuda else "demo"
-    add("--model", type=model, help=f"{known} ({small})")
+    what = f"of {', '.join(MODELS)} ({small})"
+    add("--model", type=arguments.one_of("model", MODELS), help=what)
     first = "gloo,pycomm"
     if cuda:
         first = "nccl,pycomm" if torch.distributed.is_nccl_available() else "pycomm"
@@ -270,39 +213,39 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--trainings", metavar="PATTERN", type=re.compile, help=what)
     add("--rounds", type=arguments.count, default=2, help="turns of every method on a link (2)")
     what = "of timed steps a turn, but at least two (1)"
-    add("--turn-seconds", type=arguments.seconds, default=1.0, help=what)
+    add("--turn-seconds", type=positive, default=1.0, help=what)
     what = "that a timed step computes at least, as a faster or larger model's would"
-    add("--compute", type=arguments.seconds, default=0.0, help=what)
+    add("--compute", type=positive, default=0.0, help=what)
     add("--paced", action="store_true", help="no namespaces: pycomm paces its own sockets")
     what = "write a profile of a step of the last method on the last link, for Perfetto; with "
     what += "--stand-in the stages of each bucket, as CSV, and beside it as PNG"
     add("--trace", metavar="FILE", type=Path, help=what)
-    add("--cpu", action="store_true", help="use no GPU")
     add("--stand-in", action="store_true", help="model the steps of a GPU with a virtual clock")
     what = "with --stand-in: end with 1 where the engine's goals do not hold, which are told"
     add("--check", action="store_true", help=what)
-    add("--picture", metavar="FILE", type=Path, help="draw the steps beside their bounds, as PNG")
     arguments.add_csv(parser)
     options = parser.parse(argv)
     if options.nodes < 2 or options.ranks_per_node < 1:
         parser.error("want at least two --nodes, and one rank on each")
     if options.check and not options.stand_in:
         parser.error("--check belongs to --stand-in")
-    options.model = options.model or model("124m" if options.stand_in else small)
+    options.model = options.model or ("124m" if options.stand_in else small)
     return options
 
 
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
-    name, config = options.model
+    name, config = options.model, MODELS[options.model]
     if options.stand_in:
         modelled = stand_in.ModelledSteps(name, config, options.methods)
         take, device = modelled.steps, "stand-in for an H200"
     else:
-        kind = "cpu" if options.cpu else accelerator.kind() or "cpu"
+        kind = accelerator.kind() or "cpu"
         chosen = methods_of(options.methods, options.backend)
         if options.trainings:
-            chosen = [m for m in METHODS if options.trainings.search(m.label) and not m.scheduled]
+            # Not those whose codec changes over the steps, so that step times vary.
+            steady = [m for m in METHODS if " " not in m.codec + m.momentum]
+            chosen = [m for m in steady if options.trainings.search(m.label)]
         modelled, take = None, partial(steps, name, config, chosen, options, kind)
         device = "" if kind == "cpu" else accelerator.describe()
     report = Report(COLUMNS, options, device=device)
@@ -311,24 +254,17 @@ def main(argv: Sequence[str]) -> int:
         options.trace.parent.mkdir(parents=True, exist_ok=True)
     for rate in options.rate:
         take(rate, report.add)
-    if options.picture:
-        draw("bars_of_steps", report.records(), options.picture)
     if options.trace and modelled:
         rows = [record({"model": name} | row, report.origin) for row in modelled.traces]
         tables.append(options.trace, rows)
-        draw("timeline", rows, options.trace.with_suffix(".png"))
+        from pycomm.bench.figures import charts, drawing  # need matplotlib
+
+        chart = charts.timeline([{k: str(v) for k, v in row.items()} for row in rows])
+        drawing.save(chart, options.trace.with_suffix(".png"))
     wrong = modelled.broken if modelled and options.check else []
     for goal in wrong:
         report.note(f"not yet: {goal}")
     return 1 if wrong else 0
-
-
-def draw(chart: str, records: list[dict[str, Any]], path: Path) -> None:
-    """Draw a chart of rows as their table would have them."""
-    from pycomm.bench.figures import charts, drawing  # need matplotlib
-
-    rows = [{k: str(v) for k, v in one.items()} for one in records]
-    drawing.save(getattr(charts, chart)(rows), path)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: DDP checks a hook's annotations, as types.
 import gc
+import itertools
 import os
 import resource
 import statistics
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.backend import find
 from pycomm.bench.common import accelerator
 from pycomm.bench.common.timing import in_turns
 from pycomm.bench.training.methods import Method
@@ -30,8 +30,6 @@ from pycomm.bench.training.train import (
 
 SETTLE = 3  # untimed steps after a change of the method: DDP makes new buckets
 PARTS = 3  # steps whose parts are timed, after the others
-TRIAL = 0.3  # seconds of an all-reduce that shows the rate of the links
-SLACK = 1.15  # what a paced link may be faster than its rate, which it keeps over a while
 
 
 class Clock:
@@ -108,10 +106,16 @@ class Stepper:
         compute: float,
     ) -> None:
         self._clock, self._compute, self._data = clock, compute, tokens(config, clock)
-        bare = Transformer(config).to(clock.device) if method.own_model else net
+        own = method.sharded or method.local  # no other method takes its model afterwards
+        bare = Transformer(config).to(clock.device) if own else net
         given = bare, config.learning_rate, (0.9, 0.999), group
         self.system = method.start(*given, sync=False, fused=clock.device.type != "cpu")
         self.model = self.system.model
+        if method.codec.startswith("topk") and isinstance(self.model, DistributedDataParallel):
+            # Adam's second moments begin with a dense local gradient. A sparse one leaves zeros for
+            # many steps, and torch takes their square roots several times slower on a CPU.
+            with self.model.no_sync():
+                self.step()
 
     def forward(self) -> torch.Tensor:
         with self._clock.autocast():
@@ -185,38 +189,6 @@ def settle_steps(method: Method) -> int:
     return 330 if method.codec.startswith("auto") else SETTLE
 
 
-def check_links(group: dist.ProcessGroup, rate: float) -> dict[str, float]:
-    """Show that pycomm paces its sockets: returns the bytes and the rate of an all-reduce.
-
-    Args:
-        group: a group of pycomm.
-        rate: bytes per second of this rank.
-
-    Raises:
-        RuntimeError: other bytes than the algorithm's have left this rank, or they were too fast.
-    """
-    ranks, backend = dist.get_world_size(), find(group)
-    assert backend is not None
-    share = 2 * (ranks - 1) / ranks
-    values = torch.ones(ranks * max(1 << 18, int(TRIAL * rate / share / 4 / ranks)))
-    dist.all_reduce(values, group=group)  # fills what a pause has saved up
-    before, begin = backend.wire_bytes, time.perf_counter()
-    dist.all_reduce(values, group=group)
-    seconds, sent = time.perf_counter() - begin, backend.wire_bytes - before
-    expected = share * values.nbytes
-    if not expected <= sent < 1.05 * expected:
-        raise RuntimeError(
-            f"rank {dist.get_rank()}: an all-reduce of {values.nbytes} bytes has sent {sent}, "
-            f"where {expected:.0f} are to be sent: the links' bytes cannot be counted here"
-        )
-    if sent / seconds > SLACK * rate:
-        raise RuntimeError(
-            f"rank {dist.get_rank()}: a link of {rate:.3g} bytes/s has carried "
-            f"{sent / seconds:.3g} bytes/s: it is not paced (PYCOMM_LINK, PYCOMM_TRANSPORT=tcp)"
-        )
-    return {"sent": sent, "rate": sent / seconds}
-
-
 def time_methods(
     config: Config,
     methods: list[Method],
@@ -224,10 +196,11 @@ def time_methods(
     rounds: int,
     turn_seconds: float,
     compute: float,
-    paced: float,
     trace: str,
 ) -> Iterator[dict[str, Any]]:
-    """Time methods in turns; yield the samples. Most share one model. Collective.
+    """Time methods in turns; yield what each has taken, and first a step that sends nothing.
+
+    Most share one model. Collective.
 
     Args:
         config: of the model.
@@ -235,7 +208,6 @@ def time_methods(
         device: "cpu", or the type of the accelerator.
         rounds, turn_seconds: turns of each method, and timed seconds of one.
         compute: see `Stepper`.
-        paced: bytes per second of each rank where pycomm paces itself; 0: links do.
         trace: the file of a profile of a step of the last method; "": none.
     """
     if device != "cpu":
@@ -249,12 +221,10 @@ def time_methods(
     groups = {name: dist.new_group(**accelerator.group(name, device)) for name in names}
     torch.manual_seed(0)
     net = Transformer(config).to(clock.device)
-    if paced:
-        group = next(group for name, group in groups.items() if "pycomm" in name)
-        yield {"method": "links", **check_links(group, paced)}
     yield {"method": "alone", **alone(config, net, next(iter(groups.values())), clock)}
     gc.collect()
-    for method in methods * rounds:
+    found: dict[str, dict[str, Any]] = {}
+    for turn, method in itertools.product(range(rounds), methods):
         group = groups[method.backend]
         clock.memory(begins=True)
         stepper = Stepper(config, method, net, group, clock, compute)
@@ -264,18 +234,20 @@ def time_methods(
         timed = agreed_count(turn_seconds / last / every) * every
         dist.barrier()
         before = wire_bytes(group)
-        seconds = in_turns({"": stepper.step}, timed, settle=0, clock=clock)[""]
+        mine = found.setdefault(method.label, {"seconds": [], "sent": [], "memory": 0})
+        mine["seconds"] += in_turns({"": stepper.step}, timed, settle=0, clock=clock)[""]
         dist.barrier()
-        sent = (wire_bytes(group) - before) / timed
-        parts = {} if method.local else stepper.parts()
+        mine["sent"].append((wire_bytes(group) - before) / timed)
+        mine["parts"] = {} if method.local else stepper.parts()
         if trace and method is methods[-1]:
             with torch.profiler.profile() as profile:
                 stepper.step()
                 clock()
             if dist.get_rank() == 0:
                 profile.export_chrome_trace(trace)
-        made = {"seconds": seconds, "sent": sent, "memory": clock.memory(), "parts": parts}
-        yield {"method": method.label, **made}
+        mine["memory"] = max(mine["memory"], clock.memory())
+        if turn == rounds - 1:
+            yield {"method": method.label, **mine}
         stepper.system.finish()
         del stepper
         gc.collect()

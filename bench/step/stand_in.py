@@ -25,13 +25,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from pycomm.bench.common.harness import Row
-from pycomm.bench.step.bound import FULL, Pace, wire_seconds
+from pycomm.bench.step import FULL, Pace, wire_seconds
 from pycomm.bench.training.methods import Method
 from pycomm.bench.training.results import describe
-from pycomm.bench.training.train import Config, Transformer, parameters
+from pycomm.bench.training.train import Config, parameters, shapes
 from pycomm.plan.model import BUCKET, FIRST_BUCKET
 from pycomm.units import parse_rate
 
@@ -239,15 +237,12 @@ class Replay:
             self.up.take(out / BUS, begin)
             self._arrived[value] = self.link.take(sent / self._rate, self.up.free)
             self._exchanges[value] = begin
-        elif kind == ANSWER:
+        elif kind in (ANSWER, ARRIVAL):
             came = self._recorded.exchanges[value][2] * self._scale
-            host.take(0.0, self._arrived[value])
-            end = stream.take(0.0, self.down.take(came / BUS, host.free))
-            self._span(("scatter", "gather")[min(self._came, 1)], self._exchanges.pop(value), end)
-            self._came += 1
-        elif kind == ARRIVAL:
-            came = self._recorded.exchanges[value][2] * self._scale
-            end = stream.take(0.0, self.down.take(came / BUS, self._arrived[value]))
+            arrived = self._arrived[value]
+            if kind == ANSWER:  # the host waits, and then queues the copy
+                arrived = host.take(0.0, arrived)
+            end = stream.take(0.0, self.down.take(came / BUS, arrived))
             self._span(("scatter", "gather")[min(self._came, 1)], self._exchanges.pop(value), end)
             self._came += 1
         elif kind == BUCKET_READY:
@@ -297,12 +292,6 @@ def small(config: Config) -> Config:
     width, context = (round(n / root) for n in (config.width, config.context))
     vocabulary = round(config.vocabulary / root)
     return replace(config, width=width, context=context, vocabulary=vocabulary, heads=1)
-
-
-def shapes(config: Config) -> list[tuple[int, ...]]:
-    """Return the shapes of a model's parameters, in its order."""
-    with torch.device("meta"):
-        return [tuple(p.shape) for p in Transformer(config).parameters()]
 
 
 def buckets(config: Config) -> list[list[tuple[int, ...]]]:

@@ -69,16 +69,6 @@ class Method:
     system: Callable[[nn.Module, float], System] | None = None
     """Another package's way to train a model with a learning rate."""
 
-    @property
-    def scheduled(self) -> bool:
-        """Return whether the codec changes over the steps, so that step times vary."""
-        return " " in self.codec + self.momentum
-
-    @property
-    def own_model(self) -> bool:
-        """Return whether the model it trains serves no other method afterwards."""
-        return self.sharded or bool(self.local)
-
     def start(
         self,
         net: nn.Module,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from pycomm.bench.common.harness import Row
@@ -52,19 +53,11 @@ def describe(kind: str, model: str, count: int, method: Method, ranks: int = RAN
     )
 
 
-def exact_of(label: str) -> str:
-    """Return the label of the exact run of a method's optimizer."""
-    by_sgd = any(method.label == label and method.sgd for method in METHODS)
-    return (EXACT_SGD if by_sgd else EXACT).label
-
-
 def steps_to_loss(curves: Sequence[Mapping[Any, float]], target: float) -> float | None:
     """Return the steps until the mean curve reaches the target, interpolated; None: never."""
     places = sorted(curves[0])
     means = [statistics.fmean(curve[step] for curve in curves) for step in places]
-    for (a, high), (b, low) in zip(
-        zip(places, means, strict=True), zip(places[1:], means[1:], strict=True), strict=False
-    ):
+    for (a, high), (b, low) in pairwise(zip(places, means, strict=True)):
         if low <= target:
             return a + (b - a) * (high - target) / (high - low) if high > target else float(a)
     return None
@@ -84,10 +77,9 @@ def pairs(
     Of repeated trainings the last counts.
     """
     found = [r for r in rows if (r.kind, r.model, r.ranks) == (kind, model, ranks)]
-    mine, theirs = (
-        {r.seed: r for r in found if r.method == wanted}
-        for wanted in (method, exact or exact_of(method))
-    )
+    by_sgd = any(one.label == method and one.sgd for one in METHODS)
+    exact = exact or (EXACT_SGD if by_sgd else EXACT).label
+    mine, theirs = ({r.seed: r for r in found if r.method == one} for one in (method, exact))
     return [(mine[seed], theirs[seed]) for seed in mine if seed in theirs]
 
 

@@ -10,9 +10,9 @@ CSV holds are not measured again.
 
 from __future__ import annotations
 
-import itertools
+import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm.bench.common.harness import Row
+from pycomm.bench.common.report import markdown
 from pycomm.bench.training.methods import TOP_1, Method
 from pycomm.bench.training.results import describe, loss, pairs
 from pycomm.bench.training.tasks import TASKS, Task, batch, rate
@@ -111,37 +112,44 @@ def row(task: str, label: str, seed: int, loss: float, count: int) -> Row:
     return replace(blank, codec=codec, seed=seed, steps=TASKS[task].steps, loss=loss)
 
 
-def table(rows: Sequence[Row]) -> list[list[str]]:
-    """Return the changes in percent, a line for each task; the first line names the methods.
+def changes(rows: Sequence[Row]) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """Return the changes in percent, by method and task, and the spreads of the exact losses.
 
-    With several seeds a change is the mean over seeds, and the last cell is the spread of the exact
-    losses among seeds: their standard deviation over their mean. The last two lines have the means
-    over the tasks that constants were chosen on, and over those that were kept back.
+    With several seeds a change is the mean over seeds. A spread is the standard deviation among
+    seeds over the mean, in percent; NaN: there is one seed.
     """
-    exact = {
-        task: [loss(row) for row, _ in pairs(EXACT, task, rows, kind=KIND, exact=EXACT)]
-        for task in TASKS
-    }
-    changes = {
-        (task, label): 100 * statistics.fmean(loss(a) / loss(b) - 1 for a, b in found)
-        for task, label in itertools.product(TASKS, METHODS)
-        if (found := pairs(label, task, rows, kind=KIND, exact=EXACT))
-    }
-    labels = [label for label in METHODS if label in {label for _, label in changes} - {EXACT}]
-    lines = [["task", *labels, "spread of exact"]]
-    for task in (task for task in TASKS if exact[task]):
-        cells = [f"{changes[task, at]:+.1f}" if (task, at) in changes else "" for at in labels]
-        spread = (
-            statistics.stdev(exact[task]) / statistics.fmean(exact[task])
-            if exact[task][1:]
-            else None
-        )
-        lines.append([task, *cells, "" if spread is None else f"{100 * spread:.1f}"])
-    for about, kept_back in (("mean", False), ("mean, kept back", True)):
-        cells = []
-        for label in labels:
-            of = [task for task in TASKS if TASKS[task].kept_back == kept_back]
-            found = [changes[task, label] for task in of if (task, label) in changes]
-            cells.append(f"{statistics.fmean(found):+.1f}" if len(found) == len(of) else "")
-        lines.append([about, *cells, ""])
-    return lines
+    found: dict[str, dict[str, float]] = {label: {} for label in METHODS if label != EXACT}
+    spreads = {}
+    for task in TASKS:
+        exact = [loss(row) for row, _ in pairs(EXACT, task, rows, kind=KIND, exact=EXACT)]
+        if exact:
+            middle = statistics.fmean(exact)
+            spreads[task] = 100 * statistics.stdev(exact) / middle if exact[1:] else math.nan
+        for label, of in found.items():
+            if both := pairs(label, task, rows, kind=KIND, exact=EXACT):
+                of[task] = 100 * statistics.fmean(loss(a) / loss(b) - 1 for a, b in both)
+    return {label: of for label, of in found.items() if of}, spreads
+
+
+def mean(of: Mapping[str, float], *, kept_back: bool) -> float | None:
+    """Return a method's mean over the tasks that constants were chosen on, or over those that were
+    kept back; None: it lacks some."""
+    tasks = [task.name for task in TASKS.values() if task.kept_back == kept_back]
+    return statistics.fmean(of[task] for task in tasks) if set(tasks) <= of.keys() else None
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return the table with a row per method of the suite: its means, and its worst task.
+
+    The last column is what exact losses of that task differ by among seeds.
+    """
+    found, spreads = changes(rows)
+    table = []
+    for method, of in found.items():
+        worst = max(of, key=of.__getitem__)
+        means = [mean(of, kept_back=kept_back) for kept_back in (False, True)]
+        shown = [*(of.get(task) for task in UNEVEN), *means, of[worst]]
+        cells = ("" if change is None else f"{change:+.1f}" for change in shown)
+        table.append([method, *cells, worst, f"{spreads[worst]:.1f}"])
+    head = ("method", *UNEVEN, "mean", "mean, kept back", "worst", "task", "its spread")
+    return markdown(head, table)

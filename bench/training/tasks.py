@@ -11,7 +11,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -293,37 +293,36 @@ _BY_WORDS = Config(layers=1, width=64, heads=4, context=24, vocabulary=_WORDS)
 _BY_LETTERS = Config(layers=1, width=64, heads=4, context=32, vocabulary=128)
 
 
-def _transformer(config: Config) -> Callable[[], nn.Module]:
-    return lambda: Transformer(config)
-
-
+_COLUMNS = Task(
+    "columns",
+    "regression on features of scale 0.03 to 30, weights [out, in]",
+    lambda: _perceptron(nn.Linear),
+    _regression(_spread(1000)),
+    F.mse_loss,
+    kept_back=False,
+)
+_CONVOLUTION = Task(
+    "convolution",
+    "images, by convolutions with batch norms",
+    Convolutions,
+    _images,
+    F.cross_entropy,
+    samples=16,
+    steps=200,
+    kept_back=False,
+)
+_EVEN = _regression(torch.ones(_FEATURES))
 TASKS = {
     task.name: task
     for task in (
-        Task(
-            "columns",
-            "regression on features of scale 0.03 to 30, weights [out, in]",
-            lambda: _perceptron(nn.Linear),
-            _regression(_spread(1000)),
-            F.mse_loss,
-            kept_back=False,
+        _COLUMNS,
+        replace(
+            _COLUMNS,
+            name="rows",
+            about="the same, weights [in, out]",
+            model=lambda: _perceptron(Transposed),
         ),
-        Task(
-            "rows",
-            "the same, weights [in, out]",
-            lambda: _perceptron(Transposed),
-            _regression(_spread(1000)),
-            F.mse_loss,
-            kept_back=False,
-        ),
-        Task(
-            "even",
-            "the same on features of one scale",
-            lambda: _perceptron(nn.Linear),
-            _regression(torch.ones(_FEATURES)),
-            F.mse_loss,
-            kept_back=False,
-        ),
+        replace(_COLUMNS, name="even", about="the same on features of one scale", batch=_EVEN),
         Task(
             "lstm",
             "letters, by an LSTM",
@@ -339,7 +338,7 @@ TASKS = {
         Task(
             "words",
             "8,192 words, by a transformer",
-            _transformer(_BY_WORDS),
+            lambda: Transformer(_BY_WORDS),
             _text(lambda: _words(_WORDS), 24),
             _next_token,
             samples=4,
@@ -349,7 +348,7 @@ TASKS = {
         Task(
             "letters",
             "letters, by a transformer, 5,000 steps to a rate of 0",
-            _transformer(_BY_LETTERS),
+            lambda: Transformer(_BY_LETTERS),
             _text(_letters, 32),
             _next_token,
             samples=4,
@@ -357,53 +356,41 @@ TASKS = {
             least=0.0,
             held_out=512,
         ),
-        Task(
-            "convolution",
-            "images, by convolutions with batch norms",
-            Convolutions,
-            _images,
-            F.cross_entropy,
-            samples=16,
-            steps=200,
-            kept_back=False,
-        ),
-        Task(
-            "tuned",
-            "reversed images, at a small rate, by convolutions that know the others",
-            _trained,
-            _reversed,
-            F.cross_entropy,
-            samples=16,
-            steps=200,
+        _CONVOLUTION,
+        replace(
+            _CONVOLUTION,
+            name="tuned",
+            about="reversed images, at a small rate, by convolutions that know the others",
+            model=_trained,
+            batch=_reversed,
             rate=1e-4,
+            kept_back=True,
         ),
         Task("vae", "images, by a variational autoencoder", Autoencoder, _images, _evidence),
         Task(
             "experts",
             "regression by 16 experts, of which many are idle",
             Experts,
-            _regression(torch.ones(_FEATURES)),
+            _EVEN,
             F.mse_loss,
             steps=300,
         ),
-        Task(
-            "head",
-            "images, by a head over a frozen body",
-            _frozen,
-            _images,
-            F.cross_entropy,
-            samples=16,
-            steps=200,
+        replace(
+            _CONVOLUTION,
+            name="head",
+            about="images, by a head over a frozen body",
+            model=_frozen,
+            kept_back=True,
         ),
-        Task(
-            "clipped",
-            "the regression of columns in large batches, gradients clipped",
-            lambda: _perceptron(nn.Linear),
-            _regression(_spread(30)),
-            F.mse_loss,
+        replace(
+            _COLUMNS,
+            name="clipped",
+            about="the regression of columns in large batches, gradients clipped",
+            batch=_regression(_spread(30)),
             samples=256,
             steps=200,
             clip=0.1,
+            kept_back=True,
         ),
     )
 }

@@ -52,7 +52,6 @@ def train(ranks: int, function: Callable[..., Any], *values: Any, **options: Any
     """
     env = {"PYCOMM_TRANSPORT": os.environ.get("PYCOMM_TRANSPORT", "tcp")}  # which counts bytes
     with Paced(ranks, UNLIMITED) as lab:
-        lab.timed = False  # losses do not depend on it
         return jobs.ask(lab, function, *values, env=env, **options)
 
 
@@ -132,8 +131,7 @@ def main(argv: Sequence[str]) -> int:
         wanted = suite.missing(before, options.tasks, options.methods, options.seeds)
         if wanted:
             train(2, suite.ranks_train, wanted, heard=lambda got: report.add(suite.row(**got)))
-        for line in suite.table([*before, *report.rows]):
-            print(" | ".join(line))
+        print(suite.table([*before, *report.rows]))
         return 0
     for model in options.models:
         for ranks in options.ranks:

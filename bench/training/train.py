@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pycomm.bench.common import accelerator
-from pycomm.bench.lab.base import interface_bytes
+from pycomm.bench.lab.base import interface_counts
 from pycomm.bench.training.methods import Method
 
 WINDOWS, FINAL_WINDOWS = 256, 2048  # of held-out text: on the way, and at the schedule's end
@@ -52,7 +52,7 @@ class Config:
 
 _GPT = Config(width=768, heads=12, layers=12, context=1024, batch=4, vocabulary=50257)
 MODELS = {
-    "tiny": Config(layers=1, width=16, heads=2, context=8, batch=2),
+    "tiny": Config(layers=1, width=32, heads=2, context=8, batch=2, vocabulary=300),
     "demo": Config(),
     "demo-1e-3": Config(learning_rate=1e-3),  # the sweep of learning rates
     "demo-3e-3": Config(learning_rate=3e-3),
@@ -108,10 +108,15 @@ class Transformer(nn.Module):
         return F.linear(hidden, self.bytes.weight)
 
 
+def shapes(config: Config) -> list[tuple[int, ...]]:
+    """Return the shapes of a model's parameters, in its order."""
+    with torch.device("meta"):
+        return [tuple(p.shape) for p in Transformer(config).parameters()]
+
+
 def parameters(config: Config) -> int:
     """Return the number of a model's parameters."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in Transformer(config).parameters())
+    return sum(map(math.prod, shapes(config)))
 
 
 # ---------------------------------------------------------------------- data
@@ -162,7 +167,7 @@ def wire_bytes(group: dist.ProcessGroup | None = None) -> int:
     """Return the bytes this rank has sent: by its interface's counter, else by the group's."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     if interface != "lo":
-        return interface_bytes(interface)
+        return interface_counts()[interface][0]
     from pycomm.backend import find
 
     backend = find(group)
@@ -258,11 +263,7 @@ def ranks_train(
     dist.destroy_process_group()
 
 
-Corpus = tuple[torch.Tensor, torch.Tensor]
-"""Bytes (uint8) for training, and bytes that are held out."""
-
-
-def standard_library(limit: int = 8 << 20) -> Corpus:
+def standard_library(limit: int = 8 << 20) -> tuple[torch.Tensor, torch.Tensor]:
     """Return Python's own sources as bytes (uint8): for training, and every 16th file held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     # Tests and tables that repeat each other are excluded: they would leak held-out text.

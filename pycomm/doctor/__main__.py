@@ -52,7 +52,7 @@ def examine(
     if not core.error:
         links = network.look(set_here)
         findings += network.judge(links, hosts)
-        facts |= {"MTU": ", ".join(str(link.mtu) for link in links.far)}
+        facts |= {"MTU": ", ".join(str(network.mtu(name)) for name, _ in links.far)}
     return findings, facts | variables.shared(set_here)
 
 
@@ -121,7 +121,8 @@ def main(argv: Sequence[str]) -> int:
             for text in refused_here().values():
                 raise ValueError(text)
     except ValueError as error:
-        return fail(str(error))
+        print(f"python -m pycomm.doctor: {error}", file=sys.stderr)
+        return 2
     if rank is None or ranks is None or ranks == 1:
         findings = alone(options)
         status = STATUS[worst(findings)]
@@ -136,12 +137,6 @@ def main(argv: Sequence[str]) -> int:
     if findings:
         show(findings)
     return status
-
-
-def fail(text: str) -> int:
-    """Print one line that says what is wrong with the arguments; return the exit status."""
-    print(f"python -m pycomm.doctor: {text}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

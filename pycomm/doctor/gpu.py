@@ -71,28 +71,6 @@ def judge(found: dict[str, Any]) -> Iterator[Finding]:
 # ------------------------------------------------------------------------ one rank
 
 
-def join(rank: int, ranks: int, store: str, device: str) -> None:
-    """Make the default group of ranks that may share a GPU.
-
-    Args:
-        store: path of a file that all ranks name.
-        device: type of the device, such as "cuda".
-    """
-    import torch
-    import torch.distributed as dist
-
-    if device != "cpu":
-        gpu = torch.get_device_module(device)
-        gpu.set_device(rank % gpu.device_count())
-    dist.init_process_group(
-        "pycomm" if device == "cpu" else f"cpu:pycomm,{device}:pycomm",
-        init_method=f"file://{store}",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=20),
-    )
-
-
 def averages(device: str) -> tuple[list[Any], str]:
     """Return averages of a few steps, and the lines of `summary()` on paths. Collective."""
     import torch
@@ -141,9 +119,25 @@ def check(device: str) -> str:
 
 
 def main(rank: int, store: str, device: str) -> None:
+    """Be one rank, on a GPU that ranks may share.
+
+    Args:
+        rank: this one.
+        store: path of a file that all ranks name.
+        device: type of the device, such as "cuda".
+    """
+    import torch
     import torch.distributed as dist
 
-    join(rank, RANKS, store, device)
+    gpu = torch.get_device_module(device)
+    gpu.set_device(rank % gpu.device_count())
+    dist.init_process_group(
+        f"cpu:pycomm,{device}:pycomm",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=RANKS,
+        timeout=timedelta(seconds=20),
+    )
     path = check(device)
     if rank == 0:
         print(json.dumps({"mps": has_mps(), "path": path}))

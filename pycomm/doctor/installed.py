@@ -62,12 +62,6 @@ def _torch(torch: ProbeOutcome) -> Iterator[Finding]:
     if number < OLDEST_TORCH:
         oldest = ".".join(map(str, OLDEST_TORCH))
         yield TOPIC.problem("torch", f"{version} is too old", f"install torch {oldest} or newer")
-    elif not torch.facts["distributed"]:
-        yield TOPIC.problem(
-            "torch",
-            f"{version} was built without torch.distributed",
-            "install a build of torch that has it, such as the wheels of pytorch.org",
-        )
     else:
         yield TOPIC.ok("torch", version)
     if not torch.facts["entry_point"]:

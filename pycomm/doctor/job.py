@@ -28,7 +28,6 @@ DIFFERENCES = {
     "MTU": ("warning", "set the same on all hosts and switches between: larger packets get lost"),
     "Python": ("note", "nothing, as long as scripts run on both"),
     "SIMD level": ("note", "nothing: results are equal; the slowest sets the pace"),
-    "cores": ("note", "give all ranks as many: the slowest sets the pace"),
 }
 DIFFERENT_VARIABLE = ("problem", "set it alike on all hosts; torchrun does not hand variables on")
 

@@ -19,20 +19,11 @@ Interface = tuple[str, str]
 
 
 @dataclass(frozen=True)
-class NetworkCard:
-    """An interface as the system describes it; None: not reported."""
-
-    name: str
-    address: str
-    mtu: int | None
-
-
-@dataclass(frozen=True)
 class HostNetwork:
     """Facts on the network of this machine."""
 
     up: list[Interface]
-    far: list[NetworkCard] = field(default_factory=list)
+    far: list[Interface] = field(default_factory=list)
     """Interfaces chosen if the ranks are on several machines."""
     why: str = ""
     """The reason for the choice of `far`."""
@@ -65,16 +56,11 @@ def look(given: Mapping[str, str]) -> HostNetwork:
         why = f"the route to MASTER_ADDR={store} goes there"
     else:
         why = "the first that is up and not of a container"
-    found = [NetworkCard(name, ip, _mtu(name)) for name, ip in far]
-    return HostNetwork(up, found, why, error, error_far)
+    return HostNetwork(up, far, why, error, error_far)
 
 
 def judge(network: HostNetwork, hosts: int) -> Iterator[Finding]:
     """Yield findings for ranks on a number of hosts; 0: not known."""
-    if not network.up:
-        text = "no interface is up, not even loopback: ranks can use shared memory alone"
-        yield TOPIC.problem("interface", text, "ip link set lo up, and start a network")
-        return
     if network.error:
         yield TOPIC.problem(
             "interface",
@@ -87,10 +73,9 @@ def judge(network: HostNetwork, hosts: int) -> Iterator[Finding]:
         advice = "bring up an interface that other machines reach, or name it in PYCOMM_INTERFACE"
         yield TOPIC.finding(level, "interface", network.error_far, advice)
         return
-    chosen = _names([(link.name, link.address) for link in network.far])
-    yield TOPIC.ok("interface", f"{chosen} to other machines: {network.why}")
-    for link in network.far:
-        yield TOPIC.ok(link.name, f"MTU {link.mtu or 'unknown'}")
+    yield TOPIC.ok("interface", f"{_names(network.far)} to other machines: {network.why}")
+    for name, _ in network.far:
+        yield TOPIC.ok(name, f"MTU {mtu(name) or 'unknown'}")
 
 
 def _names(interfaces: Sequence[Interface]) -> str:
@@ -112,8 +97,8 @@ def _short(failure: RuntimeError) -> str:
     return str(failure).removeprefix("tcp: ").partition("; interfaces")[0]
 
 
-def _mtu(name: str) -> int | None:
-    """Return the MTU of an interface, as sysfs has it."""
+def mtu(name: str) -> int | None:
+    """Return the MTU of an interface, as sysfs has it; None: it has none."""
     try:
         return int(Path("/sys/class/net", name, "mtu").read_text())
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
 """Probes of parts of the installation, in child processes: loading a wrong binary may crash.
 
-    python -m pycomm.doctor.probe torch c10d triton
+    python -m pycomm.doctor.probe torch
 
-prints the facts of each as a line of JSON. `look` runs such processes side by side.
+prints the facts as a line of JSON. `look` runs such processes side by side.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
@@ -54,12 +54,10 @@ def torch() -> Facts:
         warnings.simplefilter("always")
         import torch
 
-    distributed = torch.distributed.is_available()
     points = metadata.entry_points()
     groups = ("torch.backends", "torch.distributed.backends")
     facts = {
         "version": torch.__version__,
-        "distributed": distributed,
         "entry_point": any(e.name == "pycomm" for g in groups for e in points.select(group=g)),
         "cuda": torch.version.cuda or "",
         "gpus": torch.cuda.device_count(),
@@ -123,29 +121,23 @@ def driver() -> Facts:
 
 
 def triton() -> Facts:
-    """Return facts on Triton and on pycomm's kernels in it."""
-    import triton
-
+    """Load Triton and pycomm's kernels in it."""
     import pycomm.triton_kernels.quant  # noqa: F401
 
-    return {"version": triton.__version__}
+    return {}
 
 
 def nvrtc() -> Facts:
-    """Return facts on CuPy's compiler, which builds the CUDA kernels where there is no nvcc."""
+    """Load CuPy's compiler, which builds the CUDA kernels where there is no nvcc."""
     import cupy
 
-    major, minor = cupy.cuda.nvrtc.getVersion()
-    return {"version": f"{major}.{minor}", "cupy": cupy.__version__}
+    cupy.cuda.nvrtc.getVersion()
+    return {}
 
 
 PROBES: dict[str, Callable[[], Facts]] = {
     probe.__name__: probe for probe in (core, torch, c10d, driver, triton, nvrtc)
 }
-
-
-GROUPS = (("core",), ("torch", "c10d", "triton"), ("driver",), ("nvrtc",))
-"""Probes that share a process: three of them import torch, which takes a second or two."""
 
 
 @dataclass(frozen=True)
@@ -159,56 +151,40 @@ class ProbeOutcome:
     """True if the part is not installed, as opposed to broken."""
 
 
-def look(groups: Iterable[Sequence[str]] = GROUPS) -> dict[str, ProbeOutcome]:
-    """Run probes, those of a group in one process.
-
-    A crash is attributed to the probe that was running; the probes after it are then run one by
-    one in processes of their own.
-    """
-    started = [(names, _start(names)) for names in groups]
+def look() -> dict[str, ProbeOutcome]:
+    """Run all probes side by side, each in a process of its own."""
+    started = {name: start(name) for name in PROBES}
     begin = time.monotonic()
-    found: dict[str, ProbeOutcome] = {}
-    for names, process in started:
-        found |= _outcomes(names, process, SECONDS, begin)
-        rest = [name for name in names if name not in found]
-        if rest:
-            found |= look([[name] for name in rest])
-    return found
+    return {name: outcome(process, SECONDS, begin) for name, process in started.items()}
 
 
-def _start(names: Sequence[str]) -> subprocess.Popen[str]:
-    """Start probes without pycomm's variables, except for those that torch's import reads.
+def start(name: str) -> subprocess.Popen[str]:
+    """Start a probe without pycomm's variables, except for those that torch's import reads.
 
     The variables are checked one by one.
     """
-    env = with_only(*ASKED) if "torch" in names else with_only()
-    return children.start("-m", __name__, *names, env=env)
+    env = with_only(*ASKED) if name in ("torch", "c10d", "triton") else with_only()
+    return children.start("-m", __name__, name, env=env)
 
 
-def _outcomes(
-    names: Sequence[str], process: subprocess.Popen[str], seconds: float, begin: float
-) -> dict[str, ProbeOutcome]:
-    """Return the outcomes of a process, up to the probe at which it ended."""
+def outcome(process: subprocess.Popen[str], seconds: float, begin: float) -> ProbeOutcome:
+    """Return the outcome of a probe's process: `children.outcome` has the arguments."""
     said, why = children.outcome(process, seconds, begin)
-    found = {name: ProbeOutcome(**answer) for name, answer in zip(names, said, strict=False)}
-    if len(found) < len(names):
-        found[names[len(found)]] = ProbeOutcome(error=why or "ended without a word")
-    return found
+    return ProbeOutcome(**said[0]) if said else ProbeOutcome(error=why or "ended without a word")
 
 
-def main(names: Sequence[str]) -> None:
-    """Print the facts or the error of each probe."""
-    for name in names:
-        answer: Facts = {"facts": {}, "error": "", "missing": False}
-        try:
-            answer["facts"] = PROBES[name]()
-        except ModuleNotFoundError as error:
-            absent = (error.name or "").partition(".")[0] in ("torch", "triton", "cupy")
-            answer |= {"error": str(error), "missing": absent}
-        except (ImportError, OSError, Error, AttributeError, RuntimeError) as error:
-            absent = name == "driver" and "libcuda.so.1: cannot open" in str(error)
-            answer |= {"error": f"{error}".strip().splitlines()[0], "missing": absent}
-        print(json.dumps(answer), flush=True)
+def main(name: str) -> None:
+    """Print the facts of a probe, or its error."""
+    answer: Facts = {"facts": {}, "error": "", "missing": False}
+    try:
+        answer["facts"] = PROBES[name]()
+    except ModuleNotFoundError as error:
+        absent = (error.name or "").partition(".")[0] in ("torch", "triton", "cupy")
+        answer |= {"error": str(error), "missing": absent}
+    except (ImportError, OSError, Error, AttributeError, RuntimeError) as error:
+        absent = name == "driver" and "libcuda.so.1: cannot open" in str(error)
+        answer |= {"error": f"{error}".strip().splitlines()[0], "missing": absent}
+    print(json.dumps(answer), flush=True)
 
 
 def version(package: str) -> str:
@@ -229,4 +205,4 @@ def platform_facts() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(sys.argv[1])

@@ -17,15 +17,10 @@ from pycomm.plan.prediction import best_of_each, predict
 
 
 def main(argv: Sequence[str]) -> int:
-    word, rest = (argv[0], argv[1:]) if argv else ("", argv)
-    if word == "probe":
+    if argv[:1] == ["probe"]:
         from pycomm.plan.probe import cli  # needs the native build
 
-        return cli.main(rest)
-    return plan(argv)
-
-
-def plan(argv: Sequence[str]) -> int:
+        return cli.main(argv[1:])
     parser = argparse.ArgumentParser(
         prog="python -m pycomm.plan",
         description="Predicts a training step with each codec, and says which to use, or none. "

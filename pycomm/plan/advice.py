@@ -77,7 +77,7 @@ def advise(
     fastest = min(allowed, key=lambda p: p.step)
     close = [p for p in allowed if p.step <= CLOSE * fastest.step]
     least = min(p.error for p in close)
-    table = [*codecs.KNOWN, *(p.codec for p in close)]  # the latter: densities of top-k
+    table = [*codecs.CODINGS, *(p.codec for p in close)]  # the latter: densities of top-k
     alike = (p for p in close if p.error <= ALIKE * least)
     chosen = min(alike, key=lambda p: table.index(p.codec))
     if chosen.step > (1 - WORTH) * exact.step:

@@ -8,9 +8,9 @@ protocol overhead, meant for a first estimate; ``plan probe`` measures.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, field, replace
+from typing import Literal
 
 from pycomm import units
 
@@ -171,20 +171,15 @@ class CodecRates:
     decode_add: float
     encode_fed: float
     """Encoding with error feedback, which also reads and writes a residual."""
-    measured: bool = False
 
     def times(self, factor: float) -> CodecRates:
         """Return all rates multiplied by a factor."""
-        return self._with_each(self, lambda mine, _: factor * mine)
+        return CodecRates(*(factor * rate for rate in astuple(self)))
 
     def toward(self, other: CodecRates, share: float) -> CodecRates:
         """Return rates between the two: `share` of the way to `other`, in seconds per byte."""
-        return self._with_each(other, lambda mine, its: 1 / ((1 - share) / mine + share / its))
-
-    def _with_each(self, other: CodecRates, rate: Callable[[float, float], float]) -> CodecRates:
-        names = ("encode", "decode", "decode_add", "encode_fed")
-        rates: Any = {name: rate(getattr(self, name), getattr(other, name)) for name in names}
-        return replace(self, **rates)
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return CodecRates(*(1 / ((1 - share) / mine + share / its) for mine, its in pairs))
 
 
 @dataclass(frozen=True)

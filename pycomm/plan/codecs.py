@@ -40,16 +40,10 @@ class Coding:
     """The core's spec; empty: the core does not have this codec."""
     whole: bool = False
     """True if it encodes whole tensors, so it cannot be sent in segments."""
-    note: str = ""
 
     @property
     def exact(self) -> bool:
         return self.combine == "exact"
-
-    @property
-    def codings(self) -> int:
-        """Number of times that a value is encoded, whatever the number of ranks."""
-        return {"exact": 0, "recode": 2, "gather": 1, "factors": 1}[self.combine]
 
     @property
     def total_error(self) -> float:
@@ -59,7 +53,7 @@ class Coding:
         the errors of the first. (A ring that coded again at each hop would end at v (n+1)/2 and
         more.)
         """
-        return self.error * (2 + self.error) if self.codings == 2 else self.codings * self.error
+        return self.error * (2 + self.error) if self.combine == "recode" else self.error
 
     def rates(self, processor: Processor) -> CodecRates:
         """Return the rates on one core or device: measured, or else known, bounded by memory."""
@@ -93,13 +87,11 @@ def _quant(bits: int, block: int, error: float, core: Core) -> Coding:
 
 
 def _eden(name: str, payload: float, error: float, core: Core, spec: str) -> Coding:
-    return replace(
-        _recode(name, payload, error, core, spec), passes=2.0, feedback=False, note="unbiased"
-    )
+    return replace(_recode(name, payload, error, core, spec), passes=2.0, feedback=False)
 
 
 _ALL = (
-    Coding("none", 4.0, 0.0, "exact", 0.0, note="exact"),
+    Coding("none", 4.0, 0.0, "exact", 0.0),
     _recode("fp16", 2.0, 4.3e-8, (18.1, 19.8, 17.2, 8.1), "cast:dtype=float16"),
     _recode("bf16", 2.0, 2.76e-6, (17.3, 17.9, 18.9, 11.1), "cast:dtype=bfloat16"),
     _quant(8, 256, 4.86e-5, (25.3, 18.6, 20.5, 11.9)),
@@ -117,16 +109,7 @@ _ALL = (
     _eden(
         "eden:bits=1", 0.129, 0.571, (5.4, 6.3, 8.2, 5.4), "eden:bits=1,size=1024,scale=unbiased"
     ),
-    Coding(
-        "sign",
-        0.129,
-        0.363,
-        "recode",
-        1.0,
-        (16.5, 22.9, 25.9, 8.5),
-        spec="sign:block=1024",
-        note="slower to converge",
-    ),
+    _recode("sign", 0.129, 0.363, (16.5, 22.9, 25.9, 8.5), "sign:block=1024"),
     Coding(
         "topk:0.01",
         0.08,
@@ -136,9 +119,9 @@ _ALL = (
         (4.2, 22.3, 162.0, 3.6),
         spec="topk:density=0.01,values=float32,indices=int32",
         whole=True,
-        note="slower to converge",
     ),
-    # Factors of 1024 x 1024 matrices; two products with the gradient a step, and one back.
+    # Factors of 1024 x 1024 matrices; two products with the gradient a step, and one back. Real
+    # gradients have less error: they are of low rank.
     Coding(
         "powersgd:4",
         4 * 4 * 2048 / 1024**2,
@@ -147,7 +130,6 @@ _ALL = (
         4.0,
         (4.0, 8.0, 8.0, 3.0),
         whole=True,
-        note="real gradients have less error: they are of low rank",
     ),
 )
 CODINGS: Mapping[str, Coding] = {coding.name: coding for coding in _ALL}
@@ -155,28 +137,24 @@ CODINGS: Mapping[str, Coding] = {coding.name: coding for coding in _ALL}
 NONE = CODINGS["none"]
 
 
-_FP8 = _recode(
-    "fp8", 1 + 4 / 256, 6.79e-4, (15.6, 18.4, 19.0, 9.6), "cast:dtype=float8_e4m3,block=256"
-)
-KNOWN: Mapping[str, Coding] = {coding.name: coding for coding in (*_ALL, _FP8)}
 _SHORT = {"eden2": "eden:bits=2", "eden1": "eden:bits=1", "drive": "eden:bits=1"}
 _SHORT |= {"topk": "topk:0.01", "powersgd": "powersgd:4", "fp32": "none"}
 
 
 def find(text: str) -> Coding:
-    """Return the coding of a codec's name: one of `KNOWN`, or `topk:D`.
+    """Return the coding of a codec's name: one of `CODINGS`, or `topk:D`.
 
     Raises:
         ValueError: the codec is unknown; the text names the known ones.
     """
     name = _SHORT.get(text, text)
     family, _, option = name.partition(":")
-    found = KNOWN.get(name)
+    found = CODINGS.get(name)
     if found is None and family == "topk":
         found = _topk(option)
     if found is None:
-        meant = guess(text, [*KNOWN, *_SHORT])
-        names = ", ".join([*KNOWN, "topk:D"])
+        meant = guess(text, [*CODINGS, *_SHORT])
+        names = ", ".join([*CODINGS, "topk:D"])
         raise ValueError(f"nothing is known of the codec {text!r}: {meant}use {names}")
     return found
 
@@ -189,7 +167,7 @@ def _topk(option: str) -> Coding | None:
         return None
     if not 0 < density <= 1:
         raise ValueError(f"topk:{option}: a density is above 0 and at most 1")
-    normal, known = NormalDist(), KNOWN["topk:0.01"]
+    normal, known = NormalDist(), CODINGS["topk:0.01"]
     tail = density / 2
     limit = -normal.inv_cdf(tail) if tail < 0.5 else 0.0
     kept = 2 * (limit * normal.pdf(limit) + tail)

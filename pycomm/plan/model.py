@@ -15,8 +15,6 @@ FIRST_BUCKET = 1 << 20
 """Bytes of DDP's first bucket, which is sent when backward has just begun."""
 BUCKET = 25 << 20
 """Bytes of the other buckets: DDP's bucket_cap_mb."""
-MOST_BUCKETS = 1_000_000
-"""Limit that bounds the time of a plan; no real model has as many."""
 
 
 @dataclass(frozen=True)
@@ -53,27 +51,20 @@ class Model:
         return tuple((bucket, len(list(same))) for bucket, same in groupby(self.buckets))
 
 
-def of_count(
-    count: int, compute: float, *, bucket_mb: float | None = None, **options: Any
-) -> Model:
+def of_count(count: int, compute: float, **options: Any) -> Model:
     """Return a model of which only the number of parameters is known: its buckets are full.
 
     Args:
         count: number of parameters.
-        compute: seconds of a step of one rank.
-        bucket_mb: DDP's bucket_cap_mb, if given; the first bucket then has that size, too.
+        compute: seconds of a step of one rank alone.
         options: fields of :class:`Model`.
     """
     value_bytes = options.get("value_bytes", 4)
-    size, cap = _limits(bucket_mb, value_bytes)
-    if count * value_bytes > MOST_BUCKETS * cap:
-        number = units.format_count(count * value_bytes / cap)
-        raise ValueError(f"buckets of {bucket_mb} MiB would be {number}: want larger ones")
-    buckets, left = [], count
+    buckets, left, size = [], count, FIRST_BUCKET
     while left > 0:
         values = min(left, size // value_bytes)
         buckets.append(ModelBucket(values))
-        left, size = left - values, cap
+        left, size = left - values, BUCKET
     return Model(f"{units.format_count(count)} parameters", tuple(buckets), compute, **options)
 
 
@@ -90,13 +81,12 @@ def of_tensors(
     DDP adds them to buckets from the last to the first, and closes a bucket once it is full.
     """
     value_bytes = options.get("value_bytes", 4)
-    limit, cap = _limits(bucket_mb, value_bytes)
+    size = None if bucket_mb is None else int(bucket_mb * 2**20)
+    limit, cap = (FIRST_BUCKET, BUCKET) if size is None else (size, size)
     buckets: list[ModelBucket] = []
     values = exact = 0
     for shape in reversed(list(shapes)):
-        numel = 1
-        for length in shape:
-            numel *= length
+        numel = math.prod(shape)
         values += numel
         exact += numel if len(shape) < 2 else 0
         if values * value_bytes >= limit:
@@ -107,17 +97,3 @@ def of_tensors(
     if not buckets:
         raise ValueError(f"{name} has no parameters: want a module that can be trained")
     return Model(name, tuple(buckets), compute, **options)
-
-
-def _limits(bucket_mb: float | None, value_bytes: int) -> tuple[int, int]:
-    """Return the bytes of DDP's first bucket and of the others: at least one value each.
-
-    Raises:
-        ValueError: `bucket_mb` is not above 0.
-    """
-    if bucket_mb is None:
-        return FIRST_BUCKET, BUCKET
-    if not 0 < bucket_mb < math.inf:
-        raise ValueError(f"buckets of {bucket_mb} MiB: want a number above 0")
-    size = max(value_bytes, int(bucket_mb * 2**20))
-    return size, size

@@ -17,25 +17,21 @@ from pycomm.plan.model import Model, of_count
 from pycomm.plan.probe.result import ClusterProbe
 
 T = TypeVar("T")
-HELP = {
-    "model": "number of parameters (25M, 7B); pycomm.plan.of_tensors plans a module's",
-    "compute": "time of a step of one rank alone, without communication: 120ms",
-    "link": f"between nodes: a rate (1gbit, 3GB/s; tcp:40gbit where a core moves the bytes, "
-    f"dma:40gbit where a card does) or one of {', '.join(LINKS)}; far ones as sent/received, round "
-    "trip and loss: 20mbit/50mbit,60ms,0.1%%",
-    "intra": "inside a node, likewise; bus:22GB/s is a bus that all ranks of a node share",
-    "processor": f"that encodes and decodes: {' or '.join(PROCESSORS)}",
-}
+LINK = (
+    "between nodes: a rate (1gbit, 3GB/s; tcp:40gbit where a core moves the bytes, dma:40gbit "
+    f"where a card does) or one of {', '.join(LINKS)}; far ones as sent/received, round trip and "
+    "loss: 20mbit/50mbit,60ms,0.1%% (10gbe)"
+)
 
 
-def _typed(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """Wrap a parser for argparse, which prints this error's text and not a ValueError's."""
+def shown(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """Return an argparse type that tells what is wrong in the words of its error."""
 
     def read(text: str) -> T:
         try:
             return parse(text)
-        except (ValueError, OSError) as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
+        except (ValueError, OSError, RuntimeError) as error:
+            raise argparse.ArgumentTypeError(str(error).partition("\n")[0]) from None
 
     return read
 
@@ -83,40 +79,37 @@ def _codings(text: str) -> list[codecs.Coding]:
     return found if codecs.NONE in found else [codecs.NONE, *found]
 
 
-count, positive, file = _typed(_count), _typed(_positive), _typed(_output)
+count, positive, file = shown(_count), shown(_positive), shown(_output)
 """Types for argparse: a whole number above 0, a number above 0, a writable file."""
 
 
 def add_what(parser: argparse.ArgumentParser) -> None:
     """Add the options of model, cluster and codecs."""
     add = parser.add_argument
-    add("model", type=_typed(units.parse_count), help=HELP["model"])
+    what = "number of parameters (25M, 7B); pycomm.plan.of_tensors plans a module's"
+    add("model", type=shown(units.parse_count), help=what)
     add("--ranks", "-n", type=count, required=True, help="number of ranks")
     add("--ranks-per-node", "-l", type=count, default=1, help="default 1")
-    add("--link", default="10gbe", help=HELP["link"] + " (10gbe)")
-    add("--intra", default="shm", help=HELP["intra"] + " (shm)")
-    add("--compute", type=_typed(_step_time), required=True, help=HELP["compute"])
+    add("--link", default="10gbe", help=LINK)
+    what = "inside a node, likewise; bus:22GB/s is a bus that all ranks of a node share (shm)"
+    add("--intra", default="shm", help=what)
+    what = "time of a step of one rank alone, without communication: 120ms"
+    add("--compute", type=shown(_step_time), required=True, help=what)
     add("--bf16", action="store_true", help="gradients have 16 bits, and codecs win less")
-    add("--bucket-mb", type=positive, help="DDP's bucket_cap_mb, if it is given")
-    add("--codec", type=_typed(_codings), help="comma-separated (all)")
+    add("--codec", type=shown(_codings), help="comma-separated (all)")
     most = "largest relative squared error that is advised (0.3)"
     add("--max-error", type=positive, help=most)
-    add("--processor", choices=list(PROCESSORS), default="core", help=HELP["processor"])
-    add("--memory-bandwidth", type=_typed(_rate), help="of that processor: 12GB/s, 2TB/s")
+    add("--processor", choices=list(PROCESSORS), default="core", help="that codes (core)")
+    add("--memory-bandwidth", type=shown(_rate), help="of that processor: 12GB/s, 2TB/s")
     add("--cores", type=positive, default=2.0, help="that each rank has (2)")
     add("--compute-on-cores", action="store_true", help="the model trains on these cores, too")
-    add(
-        "--probe",
-        type=_typed(ClusterProbe.read),
-        help="file of `plan probe`: links, cores and codecs",
-    )
+    what = "file of `plan probe`: links, cores and codecs"
+    add("--probe", type=shown(ClusterProbe.read), help=what)
 
 
 def model(options: argparse.Namespace) -> Model:
     value_bytes = 2 if options.bf16 else 4
-    return of_count(
-        options.model, options.compute, value_bytes=value_bytes, bucket_mb=options.bucket_mb
-    )
+    return of_count(options.model, options.compute, value_bytes=value_bytes)
 
 
 def cluster(options: argparse.Namespace, ranks: int) -> Cluster:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from pycomm.bench import peers as table
 from pycomm.bench.common import tables
 from pycomm.bench.lab.base import Paced
 from pycomm.bench.lab.jobs import Failed
 from pycomm.bench.lab.rates import UNLIMITED
-from pycomm.bench.peers import table
-from pycomm.bench.peers.systems import PEERS
+from pycomm.bench.peers import PEERS
 from pycomm.bench.training.train import Config
 
 REFERENCE, OURS = PEERS[0].name, "pycomm, int4"

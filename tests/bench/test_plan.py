@@ -9,9 +9,16 @@ from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin, read_rows
 from pycomm.bench.common.harness import record as with_origin
 from pycomm.bench.lab.jobs import ask
-from pycomm.bench.plan import ranks
-from pycomm.bench.plan.command import PlanCase, accuracy, judge, model_of, picks, record
-from tests.extent import FULL
+from pycomm.bench.plan import (
+    PlanCase,
+    accuracy,
+    all_reduces,
+    judge,
+    model_of,
+    picks,
+    record,
+)
+from pycomm.bench.training.train import Config, parameters
 
 
 def case(codec, predicted, measured, ranks=2):
@@ -55,7 +62,7 @@ def lab():
 
 
 def test_ranks_time_an_all_reduce_of_each_size_and_codec(lab):
-    rows = ask(lab, ranks.all_reduces, [4096, 65536], ["none", "int8"])
+    rows = ask(lab, all_reduces, [4096, 65536], ["none", "int8"])
     assert [(row["size"], row["codec"]) for row in rows] == [
         *((4096, codec) for codec in ("none", "int8")),
         *((65536, codec) for codec in ("none", "int8")),
@@ -63,15 +70,8 @@ def test_ranks_time_an_all_reduce_of_each_size_and_codec(lab):
     assert all(row["seconds"] > 0 for row in rows)
 
 
-@pytest.mark.skipif(not FULL, reason="takes half a minute: make soak")
-def test_ranks_time_steps_and_the_parts_of_one_that_does_not_talk(lab):
-    pytest.importorskip("torch")
-    from pycomm.bench.training.train import Config, Transformer
-
-    parts, *rows = ask(lab, ranks.steps, ["none", "int8"])
-    assert [row["codec"] for row in rows] == ["none", "int8"]
-    assert all(row["seconds"] > 0 for row in rows)
-    assert all(parts[part] > 0 for part in ("forward", "backward", "optimizer"))
-    model = model_of(parts, ranks=2)
-    numel = sum(parameter.numel() for parameter in Transformer(Config()).parameters())
-    assert model.values == numel
+def test_the_model_is_the_demos_with_the_times_of_steps_that_send_nothing():
+    parts = {"forward": 0.02, "backward": 0.04, "optimizer": 0.02}
+    model = model_of({"seconds": [0.3, 0.1, 0.2], "parts": parts}, ranks=1)
+    assert model.values == parameters(Config())
+    assert (model.compute, model.forward, model.backward) == (0.2, 0.25, 0.5)

@@ -12,7 +12,7 @@ pytest.importorskip("matplotlib", reason="pictures: pip install pycomm[bench]")
 
 from pycomm.bench import plot
 from pycomm.bench.common import tables
-from pycomm.bench.figures.catalogue import Figure, widest_run
+from pycomm.bench.figures.catalogue import Figure
 from pycomm.bench.figures.drawing import chart, line, log_scale, panels, save
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def lines(rows: list[tables.Row]):
     return figure
 
 
-FIGURE = Figure("line", "line.csv", lines, line=("name",), point=("x",), measured=("y",))
+FIGURE = Figure("line", "line.csv", lines, shown=("name", "x"), measured=("y",))
 
 
 def row(x: int, y: int, **more: object) -> dict[str, object]:
@@ -78,15 +78,6 @@ def test_rows_that_differ_in_more_than_is_shown_are_noticed(
     assert capsys.readouterr().out == f"{says}\n"
 
 
-def test_a_lines_column_may_differ_between_lines(checkout):
-    table = checkout / "bench/results/line.csv"
-    figure = replace(FIGURE, line=("name", "ranks"))
-    tables.append(table, [row(3, 4, name="other", ranks=8)])
-    assert figure.mixtures(table.parent) == []
-    tables.append(table, [row(4, 5, ranks=8)])
-    assert figure.mixtures(table.parent) == ["line: ranks is 2 and 8 in the rows of c"]
-
-
 def test_the_newest_of_equal_rows_is_shown(checkout):
     results = checkout / "bench/results"
     tables.append(results / "line.csv", [row(1, 9), row(1, 5, ranks=8)])
@@ -108,17 +99,3 @@ def test_equal_charts_make_equal_files(tmp_path, checkout):
     for file in files:
         save(FIGURE.of(checkout / "bench/results"), file)
     assert files[0].read_bytes() == files[1].read_bytes()
-
-
-def test_the_widest_run():
-    rows = [
-        {"command": c, "backend": b, "size": s, "time": t}
-        for c, b, s, t in [
-            ("both", "a", "1", "2026-01-01T01"),
-            ("both", "b", "1", "2026-01-01T02"),
-            ("one", "a", "1", "2026-01-03T01"),
-            ("both", "a", "1", "2026-01-02T01"),
-            ("both", "b", "1", "2026-01-02T02"),
-        ]
-    ]
-    assert widest_run(rows, "backend") == rows[3:]

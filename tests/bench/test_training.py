@@ -9,31 +9,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pycomm.bench import netlab
 from pycomm.bench.common.harness import Row
-from pycomm.bench.step.__main__ import parse, steps
 from pycomm.bench.training import suite
 from pycomm.bench.training import train as training
 from pycomm.bench.training.methods import METHODS, Method
-from pycomm.bench.training.results import (
-    EXACT,
-    changes,
-    describe,
-    steps_to_exact,
-    steps_to_loss,
-)
+from pycomm.bench.training.results import EXACT, changes, describe, steps_to_exact, steps_to_loss
 from pycomm.bench.training.tasks import TASKS, batch, rate
-from pycomm.bench.training.time_to_loss import train
 from pycomm.bench.training.train import (
-    MODELS,
     Config,
     Transformer,
     batches,
-    ranks_train,
     standard_library,
     take_turns,
 )
-from tests.extent import FULL
 
 CONFIG = Config()
 
@@ -90,25 +78,24 @@ def test_rows_that_are_there_are_not_trained_again():
     assert wanted == [("even", "int8", 0), ("rows", "int8", 1), ("even", "int8", 1)]
 
 
-def test_a_table_has_the_mean_over_seeds():
+def test_a_change_is_the_mean_over_seeds():
     rows = [
         *(trained("rows", "exact", seed, loss) for seed, loss in ((0, 1.0), (1, 2.0))),
         *(trained("rows", "int8", seed, loss) for seed, loss in ((0, 1.1), (1, 2.6))),
         trained("rows", "int8", 1, 2.4),  # the last one counts
         trained("even", "int8", 0, 1.0),  # there is no exact one
     ]
-    assert suite.table(rows) == [
-        ["task", "int8", "spread of exact"],
-        ["rows", "+15.0", "47.1"],
-        ["mean", "", ""],  # of tasks that are not there
-        ["mean, kept back", "", ""],
-    ]
+    assert suite.changes(rows) == (
+        {"int8": {"rows": pytest.approx(15)}},
+        {"rows": pytest.approx(47.1, abs=0.05)},
+    )
+    last = suite.table(rows).splitlines()[-1]  # without means of tasks that are not there
+    assert last == "| int8 |  | +15.0 |  |  | +15.0 | rows | 47.1 |"
 
 
 def test_means_are_of_the_tasks_that_were_kept_back_or_not():
-    rows = [trained(name, "exact", 0, 1.0) for name in TASKS]
-    rows += [trained(name, "int8", 0, 1.02 if TASKS[name].kept_back else 0.99) for name in TASKS]
-    assert suite.table(rows)[-2:] == [["mean", "-1.0", ""], ["mean, kept back", "+2.0", ""]]
+    of = {name: 2.0 if task.kept_back else -1.0 for name, task in TASKS.items()}
+    assert [suite.mean(of, kept_back=kept_back) for kept_back in (False, True)] == [-1.0, 2.0]
 
 
 def test_methods_without_factors_are_for_uneven_tasks():
@@ -193,36 +180,3 @@ def test_local_methods_average_by_rounds(tmp_path):
             system.finish()
     finally:
         dist.destroy_process_group()
-
-
-# ------------------------------------------------------------------------------------------ sharded
-# FSDP2 on pycomm moves half of the gradient bytes that it moves on Gloo, and learns the same.
-
-
-GLOO, PYCOMM = (m for m in METHODS if m.sharded)
-
-
-@pytest.mark.skipif(not FULL, reason="takes half a minute: make soak")
-def test_half_of_the_gradient_bytes():
-    try:
-        netlab.Netlab(2, "1gbit").close()
-    except netlab.LabUnavailable as error:
-        pytest.skip(f"no network namespaces: {error}")
-    options = parse(["--rounds", "1", "--turn-seconds", "1"])
-    found: list[Row] = []
-    steps("demo", MODELS["demo"], [GLOO, PYCOMM], options, "cpu", "1gbit", found.append)
-    _, gloo, ours = found
-    # Two ranks: half of the parameters go out before forward. A reduce-scatter sends half of the
-    # gradients, Gloo's all-reduce all of them. Up to a hundredth is headers and what TCP repeats.
-    assert ours.size < ours.wire_bytes < 1.01 * ours.size
-    assert gloo.wire_bytes / ours.wire_bytes == pytest.approx(1.5, rel=0.01)
-
-
-@pytest.mark.skipif(not FULL, reason="takes half a minute: make soak")
-def test_equal_losses():
-    config = replace(MODELS["demo"], steps=3)
-    gloo, ours = (
-        [row["loss"] for row in train(2, ranks_train, config, [m])[:3]] for m in (GLOO, PYCOMM)
-    )
-    assert gloo == ours
-    assert ours[-1] < ours[0]

@@ -30,6 +30,7 @@ from pycomm.doctor import (
 )
 from pycomm.doctor.finding import Finding
 from pycomm.doctor.probe import ProbeOutcome
+from tests.collectives.test_peer_read import may_read_itself_in_a_child
 from tests.torch import interpreter
 from tests.torch.device import fake_device
 
@@ -44,7 +45,6 @@ WELL = {
     "torch": ProbeOutcome(
         {
             "version": "2.13.0",
-            "distributed": True,
             "entry_point": True,
             "cuda": "",
             "gpus": 0,
@@ -61,7 +61,7 @@ WELL = {
         }
     ),
     "driver": ProbeOutcome(error="libcuda.so.1: cannot open", missing=True),
-    "triton": ProbeOutcome({"version": "3.6.0"}),
+    "triton": ProbeOutcome(),
     "nvrtc": ProbeOutcome(error="No module named 'cupy'", missing=True),
 }
 
@@ -137,22 +137,17 @@ def probed(name: str, package: Path, has_torch: bool = False) -> ProbeOutcome:
 
 
 @pytest.mark.parametrize(
-    ("program", "errors"),
+    ("program", "error"),
     [
-        (
-            'print(\'{"facts": {}, "error": "", "missing": false}\', flush=True);'
-            "os.kill(os.getpid(), 11)",
-            {"torch": "", "c10d": "crashed: SIGSEGV"},
-        ),
-        ("raise SystemExit('no such option')", {"torch": "no such option"}),
-        ("time.sleep(60)", {"torch": "did not end within 1 s"}),
+        ("os.kill(os.getpid(), 11)", "crashed: SIGSEGV"),
+        ("raise SystemExit('no such option')", "no such option"),
+        ("time.sleep(60)", "did not end within 1 s"),
     ],
 )
-def test_the_probe_that_crashes_is_to_blame(program, errors):
+def test_a_probe_that_fails_says_how(program, error):
     process = children.start("-c", f"import os, time; {program}", env=os.environ)
     seconds = 1.0 if "sleep" in program else 20.0
-    found = probe._outcomes(["torch", "c10d", "triton"], process, seconds, time.monotonic())
-    assert {name: outcome.error for name, outcome in found.items()} == errors
+    assert probe.outcome(process, seconds, time.monotonic()) == ProbeOutcome(error=error)
 
 
 OTHER = "_C.cpython-27-x86_64-linux-gnu.so"
@@ -200,7 +195,7 @@ def test_the_binary_in_use_is_told(kind, text):
 GPU = WELL | {
     "driver": ProbeOutcome({"error": 0, "version": 13000, "gpus": ["NVIDIA H200"] * 2}),
     "torch": ProbeOutcome(WELL["torch"].facts | {"cuda": "13.0", "gpus": 2}),
-    "nvrtc": ProbeOutcome({"version": "13.0", "cupy": "14.0"}),
+    "nvrtc": ProbeOutcome(),
 }
 
 
@@ -321,7 +316,7 @@ def test_an_interface_that_does_not_exist_is_a_problem():
 
 def test_the_choice_of_an_interface_is_explained():
     by_name = network.look({"GLOO_SOCKET_IFNAME": "lo"})
-    assert (by_name.far[0].name, by_name.why) == ("lo", "GLOO_SOCKET_IFNAME=lo names it")
+    assert (by_name.far[0][0], by_name.why) == ("lo", "GLOO_SOCKET_IFNAME=lo names it")
     assert level_of(network.judge(by_name, 0), "interface") == "ok"
     only_loopback = network.HostNetwork([("lo", "127.0.0.1")], error_far="none")
     assert level_of(network.judge(only_loopback, 1), "interface") == "note"
@@ -342,6 +337,12 @@ def result(**changed: object) -> self_test.Result:
 @pytest.mark.parametrize(("changed", "level"), [({}, "ok"), ({"coded": False}, "problem")])
 def test_wrong_sums_on_one_rank_are_a_problem(changed, level):
     assert finding.worst(self_test.judge_results([result(), result(**changed)])) == level
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_reads_are_those_of_the_core(ranks):
+    level = "ok" if may_read_itself_in_a_child() else "note"
+    assert only(self_test.run(ranks), "reads").level == level
 
 
 def test_ranks_that_differ_are_told_apart():

@@ -9,7 +9,7 @@ import pycomm
 from pycomm import _test
 from pycomm.plan import Cluster, Link, Processor, of_count, step
 from pycomm.plan.algorithms import Size, algorithms, all_reduce, steps
-from pycomm.plan.codecs import CODINGS, KNOWN, NONE, find
+from pycomm.plan.codecs import CODINGS, NONE, find
 from tests.extent import each_value
 
 GIGABIT = Link("1gbit", 125e6, 50e-6)
@@ -109,7 +109,7 @@ def test_a_bus_carries_what_all_its_ranks_send():
 
 NUMEL = 1 << 20
 FAMILIES = [find(name) for name in ("topk:0.001", "topk:0.1")]
-CODECS = [*(coding for coding in KNOWN.values() if not coding.exact), *FAMILIES]
+CODECS = [*(coding for coding in CODINGS.values() if not coding.exact), *FAMILIES]
 
 
 @pytest.mark.parametrize("coding", CODECS, ids=lambda coding: coding.name)

@@ -32,7 +32,7 @@ def test_measures_links_cores_and_codecs(probed):
     assert found.inter.rate > 1e6
     assert 0 < found.inter.latency < 1
     assert set(found.codecs) == {coding.name for coding in CODINGS.values() if coding.spec}
-    assert all(rates.measured and rates.encode > 1e6 for rates in found.codecs.values())
+    assert all(rates.encode > 1e6 for rates in found.codecs.values())
     assert "between nodes" in said
 
 

@@ -63,10 +63,10 @@ def test_link_has_its_rate_and_counts_its_bytes():
         # Above: a full bucket and the last queue pass without waiting, 0.12 and 0.5 MB of 8.
         # Below: headers take 4 %; the rest is for a machine that is busy with other tests.
         assert 0.4 * RATE < rate < 1.1 * RATE
-        sent = lab.sent_bytes(1)
+        sent = lab.traffic()[1].sent
         # Headers, and what TCP sends again when the bucket overflows.
         assert size < sent < 1.25 * size
-        acknowledgements = lab.sent_bytes(0)
+        acknowledgements = lab.traffic()[0].sent
         assert 0 < acknowledgements < 0.1 * size
 
 

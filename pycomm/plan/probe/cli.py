@@ -11,6 +11,7 @@ from pathlib import Path
 
 from pycomm.env import env, variables_of_rank
 from pycomm.plan import options, show
+from pycomm.plan.probe.measure import run
 from pycomm.plan.probe.result import ClusterProbe
 from pycomm.units import format_rate, format_time
 
@@ -31,7 +32,12 @@ def main(argv: Sequence[str]) -> int:
     given = parser.parse_args(argv)
     rank, size = env().rank, env().world_size
     if rank is not None and size is not None:
-        return _join(rank, size, given)
+        found = run(rank, size, given.effort)
+        if found is not None:
+            found.write(given.out)
+            report(found)
+            print(f"written to {given.out}")
+        return 0
     if given.ranks < 2:
         parser.error("one rank has no links to probe: --ranks 2 or more")
     return _start(given.ranks, ["--out", str(given.out), "--effort", str(given.effort)])
@@ -55,19 +61,8 @@ def _start(ranks: int, words: Sequence[str]) -> int:
             process.kill()
 
 
-def _join(rank: int, size: int, given: argparse.Namespace) -> int:
-    from pycomm.plan.probe.measure import run
-
-    found = run(rank, size, given.effort)
-    if found is not None:
-        found.write(given.out)
-        report(found)
-        print(f"written to {given.out}")
-    return 0
-
-
 def report(probe: ClusterProbe) -> None:
-    """Print the measurements as tables."""
+    """Print what was measured of the links; the file has that of codecs, too."""
     links = []
     for level, link in (("between nodes", probe.inter), ("inside a node", probe.intra)):
         if link:
@@ -75,15 +70,3 @@ def report(probe: ClusterProbe) -> None:
             links.append((level, format_rate(link.rate), format_time(link.latency), *costs))
     where = f"{probe.ranks} ranks, {probe.nodes} nodes, {probe.cores} cores of a machine"
     show.table(("link", "rate", "latency", "message", "byte"), links, where, words=1)
-    rows = [
-        (
-            name,
-            *(
-                f"{rate / 1e9:.2f}"
-                for rate in (rates.encode, rates.encode_fed, rates.decode, rates.decode_add)
-            ),
-        )
-        for name, rates in probe.codecs.items()
-    ]
-    head = ("codec, GB/s", "encode", "with feedback", "decode", "decode_add")
-    show.table(head, rows, f"one core; adding reads {probe.memory / 1e9:.1f} GB/s", words=1)

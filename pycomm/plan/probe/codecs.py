@@ -66,7 +66,7 @@ class Buffers:
             ),
         }
         rates = {name: 4 * numel / _seconds(call, budget) for name, call in calls.items()}
-        return CodecRates(**rates, measured=True)
+        return CodecRates(**rates)
 
 
 def measure(ranks: Ranks, buffers: Buffers, effort: float, *, busy: bool) -> Codecs:

@@ -8,7 +8,7 @@ import sys
 from pycomm.bench.gpu import __main__ as gpu
 from pycomm.bench.gpu import checks
 
-STEP = ("--model", "1,32,2,8,300,2", "--paced", "--rate", "1gbit", "--turn-seconds", "0.05")
+STEP = ("--model", "tiny", "--paced", "--rate", "1gbit", "--turn-seconds", "0.05")
 gpu.WORDS |= {
     "step": (*gpu.WORDS["step"], *STEP, "--methods", "exact,sign"),
     "collectives": (*gpu.WORDS["collectives"], "-b", "4K", "-e", "4K", "-n", "5"),

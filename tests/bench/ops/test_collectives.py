@@ -20,7 +20,7 @@ from pycomm.bench.__main__ import main
 from pycomm.bench.common import arguments, harness
 from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.ops import codecs, coded, collectives, measure
-from pycomm.bench.ops.cases import REDUCTIONS, STORAGE, BackendCalls
+from pycomm.bench.ops.cases import DTYPES, REDUCTIONS, BackendCalls
 from pycomm.bench.ops.operations import OPERATIONS, make_case
 from pycomm.bench.ops.torch_backends import coded_run
 from pycomm.env import env
@@ -204,7 +204,7 @@ def test_the_backend_of_torch_has_codecs_too(played):
 def test_all_types_and_reductions(played):
     rows = played.rows("three ranks", "all types")
     cases = {(row["type"], row["redop"]) for row in rows}
-    assert cases == {(dtype, redop) for dtype in STORAGE for redop in REDUCTIONS}
+    assert cases == {(dtype, redop) for dtype in DTYPES for redop in REDUCTIONS}
     assert all(row["wrong"] == 0 for row in rows)
 
 
@@ -323,6 +323,7 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["all_reduce", "--codec", "int8", "--backend", "gloo"], "is for backends of pycomm"),
         (["training", "--models", "dmeo"], "did you mean demo?"),
         (["step", "--rate", "fast"], "cannot read the rate 'fast'"),
+        (["step", "--model", "7b"], "there is no model '7b'"),
         (["training", "--methods", "pycomm int4"], "did you mean 'pycomm, int4'? Gloo, fp32;"),
     ],
 )

@@ -478,8 +478,8 @@ def test_numbers_of_numpy_are_numbers(rank, size):
             {"RANK": "0", "WORLD_SIZE": "2", "PYCOMM_HEALTH": "xx"},
             "PYCOMM_HEALTH='xx' is invalid",
         ),
-        (["pycomm.bench", "step", "--turn-seconds", "-3"], {}, "want seconds above 0"),
-        (["pycomm.bench", "step", "--turn-seconds", "nan"], {}, "want seconds above 0"),
+        (["pycomm.bench", "step", "--turn-seconds", "-3"], {}, "want a number above 0"),
+        (["pycomm.bench", "step", "--turn-seconds", "nan"], {}, "want a number above 0"),
         (
             ["pycomm.bench", "training", "--only", "losses", "--csv", "/etc/passwd"],
             {},

@@ -18,24 +18,38 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+import pycomm
 from pycomm.bench.common import arguments
 from pycomm.bench.common.harness import format_size
 from pycomm.bench.common.report import Column, Report
+from pycomm.bench.common.timing import calls_within, in_turns
 from pycomm.bench.lab.jobs import ask, run
 from pycomm.bench.lab.wan import lab_of
-from pycomm.bench.plan import ranks as rank_functions
-from pycomm.plan import CODINGS, ClusterProbe, Model, of_tensors
+from pycomm.bench.step.rank import time_methods
+from pycomm.bench.training.methods import Method
+from pycomm.bench.training.train import Config, shapes
+from pycomm.communicator import Communicator, Piece
+from pycomm.plan import CODINGS, ClusterProbe, Coding, Model, of_tensors
 from pycomm.plan.algorithms import Size, all_reduce
 from pycomm.plan.prediction import step
+from pycomm.plan.probe.codecs import way
 
 CODECS = ("none", "int8", "int4", "topk:0.01")
 MEDIAN, WORST, CLOSE, PICKED = 0.10, 0.30, 1.10, 0.95  # the promised accuracy
 PROBED = 2  # ranks of a probe
+BUDGET = 1.5  # seconds of the slowest codec at one size
+FEWEST, MOST = 1, 5  # timed calls of a codec in a round
+ROUNDS = 4  # so that a slow minute affects all sizes
+PAUSE = 0.03  # before each call, so that a link's token bucket is full, as it is after computing
+TURNS, TURN_SECONDS = 4, 1.0  # turns of a codec's training, and timed seconds of each
 
 
 @dataclass(frozen=True)
@@ -72,43 +86,73 @@ def probe(rate: str, path: Path) -> ClusterProbe:
     return ClusterProbe.read(path)
 
 
-# ------------------------------------------------------------------ predicting
-
-
-def algorithm_of(codec: str) -> str:
-    return "gather" if CODINGS[codec].combine == "gather" else "two_shot"
-
-
-def predict_all_reduce(found: ClusterProbe, ranks: int, codec: str, size: int) -> float:
-    """Return the seconds of an all-reduce."""
-    coding = CODINGS[codec]
-    values = Size.of(size // 4, coding)
-    return all_reduce(found.cluster(ranks), coding, algorithm_of(codec), values).seconds
-
-
-def model_of(parts: dict[str, Any], ranks: int) -> Model:
+def model_of(alone: dict[str, Any], ranks: int) -> Model:
     """Return the demo's model, with the step times of ranks that do not communicate.
 
     Those ranks shared cores, so each of them had only a part of a core's seconds.
     """
-    from pycomm.bench.training.methods import Method  # needs torch, like steps
-
     share = min(1.0, len(os.sched_getaffinity(0)) / ranks)
-    compute = parts["forward"] + parts["backward"] + parts["optimizer"]
+    parts = alone["parts"]
     return of_tensors(
-        [tuple(shape) for shape in parts["shapes"]],
-        compute * share,
+        shapes(Config()),
+        statistics.median(alone["seconds"]) * share,
         name="demo",
         bucket_mb=Method.bucket_mb,
-        forward=parts["forward"] / compute,
-        backward=parts["backward"] / compute,
+        forward=parts["forward"] / sum(parts.values()),
+        backward=parts["backward"] / sum(parts.values()),
     )
 
 
-def predict_step(found: ClusterProbe, ranks: int, codec: str, model: Model) -> float:
-    """Return the seconds of a step."""
-    cluster = found.cluster(ranks, compute_on_cores=True)
-    return step(model, cluster, CODINGS[codec], algorithm_of(codec)).step
+# ------------------------------------------------------------------- measuring
+
+
+def piece(coding: Coding, residual: np.ndarray[Any, Any]) -> Piece:
+    """Return a buffer as `pycomm.compress` codes it: owners keep residuals of codecs with feedback.
+
+    They decide the algorithm between far ranks.
+    """
+    owed = coding.feedback and coding.combine == "recode"
+    codec = pycomm.codec(coding.spec)
+    return Piece(residual.size, codec, owner_residual=residual if owed else None)
+
+
+def all_reduces(sizes: Sequence[int], codecs: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the median seconds of all-reduces, of the slowest rank."""
+    with Communicator.from_env(transport="tcp", timeout=300) as group:
+        source = np.random.default_rng(group.rank).standard_normal(max(sizes) // 4, np.float32)
+        buffer, residual = np.empty_like(source), np.zeros_like(source)
+
+        def rest(_: object) -> None:
+            buffer[:] = source
+            time.sleep(PAUSE)
+            group.barrier()
+
+        def call(size: int, codec: str) -> Any:
+            data = buffer[: size // 4]
+            if codec == "none":
+                return lambda: group.all_reduce(data)
+            pieces = [piece(CODINGS[codec], residual[: size // 4])]
+            return lambda: group.all_reduce_coded(data, pieces)
+
+        def slowest(samples: Sequence[float]) -> list[float]:
+            times = np.array(samples)
+            group.all_reduce(times, "max")
+            return [float(seconds) for seconds in times]
+
+        calls = {size: {codec: call(size, codec) for codec in codecs} for size in sizes}
+        found: dict[tuple[int, str], list[float]] = {}
+        counts = {}
+        for size in sizes:
+            first = in_turns(calls[size], 1, settle=0, before=rest)
+            most = max(slowest([first[codec][0] for codec in codecs]))
+            counts[size] = calls_within(BUDGET / ROUNDS, most, FEWEST, MOST)
+        for _, size in itertools.product(range(ROUNDS), sizes):
+            # The first call of a turn finds buffers of another size in the caches.
+            samples = in_turns(calls[size], counts[size] + 1, settle=0, before=rest)
+            for codec in codecs:
+                found.setdefault((size, codec), []).extend(slowest(samples[codec][1:]))
+        for (size, codec), times in found.items():
+            yield {"size": size, "codec": codec, "seconds": statistics.median(times)}
 
 
 # -------------------------------------------------------------------- judging
@@ -168,18 +212,24 @@ def measure(
     """Yield all cases of one link rate and number of ranks."""
     with lab_of(ranks, rate) as lab:
         if "all_reduce" in options.kind:
-            for row in ask(lab, rank_functions.all_reduces, options.size, CODECS):
-                size, codec = row["size"], row["codec"]
-                predicted = predict_all_reduce(found, ranks, codec, size)
-                what = "all_reduce", rate, ranks, size, codec, algorithm_of(codec)
+            cluster = found.cluster(ranks)
+            for row in ask(lab, all_reduces, options.size, CODECS):
+                coding = CODINGS[row["codec"]]
+                size = Size.of(row["size"] // 4, coding)
+                predicted = all_reduce(cluster, coding, way(coding), size).seconds
+                what = "all_reduce", rate, ranks, row["size"], coding.name, way(coding)
                 yield PlanCase(*what, predicted, row["seconds"])
         if "step" in options.kind:
-            parts, *rows = ask(lab, rank_functions.steps, CODECS)
-            model = model_of(parts, ranks)
+            cluster = found.cluster(ranks, compute_on_cores=True)
+            methods = [Method(codec, codec=codec.replace("none", "")) for codec in CODECS]
+            words = "cpu", TURNS, TURN_SECONDS, 0.0, ""
+            alone, *rows = ask(lab, time_methods, Config(), methods, *words)
+            model = model_of(alone, ranks)
             for row in rows:
-                predicted = predict_step(found, ranks, row["codec"], model)
-                what = "step", rate, ranks, 0, row["codec"], algorithm_of(row["codec"])
-                yield PlanCase(*what, predicted, row["seconds"])
+                coding = CODINGS[row["method"]]
+                predicted = step(model, cluster, coding, way(coding)).step
+                what = "step", rate, ranks, 0, coding.name, way(coding)
+                yield PlanCase(*what, predicted, statistics.median(row["seconds"]))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -1,1 +1,0 @@
-"""The planner against the machine: `python -m pycomm.bench plan`."""
