@@ -205,21 +205,21 @@ RESIDUALS = (
         "csrc/codecs/base/feedback.cpp::Past::Past",
         "if (feedback.kind == Kind::decay) shrink(feedback.decay, n, residual);",
         "",
-        "torch/feedback/test_kinds.py",
+        "torch/reduction/test_two_shot.py::test_every_kind_of_feedback_likewise",
     ),
     Mutant(
         "momentum-not-written",
         "csrc/codecs/base/feedback.cpp::encode",
         "store(feedback.storage, {past.u, n}, feedback.momentum.fresh);",
         "",
-        "torch/feedback/test_kinds.py",
+        "torch/reduction/test_two_shot.py::test_every_kind_of_feedback_likewise",
     ),
     Mutant(
         "residual-not-written",
         "csrc/codecs/base/feedback.cpp::encode",
         "if (feedback.error) store(feedback.storage, {new_residual, n}, feedback.error.fresh);",
         "",
-        "torch/feedback/test_kinds.py",
+        "torch/reduction/test_two_shot.py::test_every_kind_of_feedback_likewise",
     ),
     Mutant(
         "residual-of-the-first-row-for-all",
@@ -261,7 +261,7 @@ RESIDUALS = (
         "pycomm/reduction/state.py::CompressionState.settle",
         "finite and step.status is StepStatus.REDUCED",
         "finite and step.status is not StepStatus.OPEN",
-        "torch/feedback/test_thrown_gradients.py::test_discard",
+        "torch/feedback/test_state.py::test_discard",
     ),
     Mutant(
         "residuals-of-an-overflow-kept",
@@ -285,27 +285,21 @@ RESIDUALS = (
         "pycomm/reduction/reducer.py::BucketReducer._use",
         "self.step.flushed |= bucket.flushed",
         "pass",
-        (
-            "torch/hooks/test_policy.py::test_a_schedule_loses_nothing "
-            "torch/hooks/test_policy.py::test_what_is_owed_is_sent_with_the_next_step"
-        ),
+        "torch/hooks/test_policy.py::test_a_schedule_loses_nothing",
     ),
     Mutant(
         "exact-codec-forgets-what-is-owed",
         "pycomm/reduction/bucket.py::Bucket.__init__",
         'keeps_errors or name in residuals or kind == "momentum"',
         'keeps_errors or kind == "momentum"',
-        (
-            "torch/hooks/test_policy.py::test_a_schedule_loses_nothing "
-            "torch/hooks/test_policy.py::test_what_is_owed_is_sent_with_the_next_step"
-        ),
+        "torch/hooks/test_policy.py::test_a_schedule_loses_nothing",
     ),
     Mutant(
         "powersgd-exact-pieces-owe-again",
         "pycomm/reduction/powersgd.py::Exchange.__init__",
         "piece.residual.store_worker(torch.zeros_like(target))",
         "pass",
-        "torch/reduction/test_powersgd_factors.py::test_an_exact_piece_sends_its_residual_once",
+        "torch/reduction/test_two_shot.py::test_an_exact_piece_sends_its_residual_once",
     ),
     Mutant(
         "written-side-never-current",
