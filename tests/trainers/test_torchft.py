@@ -24,7 +24,7 @@ import torch.distributed as dist
 import pycomm
 from pycomm import Error
 from tests.torch.harness import batch, network
-from tests.torch.pool import Pool, on_ranks
+from tests.torch.pool import on_ranks
 
 pytest.importorskip("torchft")
 
@@ -279,13 +279,6 @@ class Manager:
                 return default
 
         return future.then(value)
-
-
-@pytest.fixture(scope="module")
-def pool():
-    made = Pool()
-    yield made
-    made.stop()
 
 
 def backward(model: Any, rank: int, step: int, *, bad: bool = False) -> None:

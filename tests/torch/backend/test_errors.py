@@ -411,7 +411,7 @@ def at_once(*jobs: Callable[[], None]) -> None:
 
 
 @on_ranks(2, timeout=60)
-def test_threads_share_a_group_for_equal_collectives(rank, size):
+def test_threads_share_a_group_for_equal_collectives_and_messages(rank, size):
     # The values are equal, whichever threads of the ranks are matched.
     def synchronous():
         for i in range(60):
@@ -429,12 +429,6 @@ def test_threads_share_a_group_for_equal_collectives(rank, size):
                 assert x.tolist() == [size] * 3000
                 assert total.wait().item() == 3000.0 * size
 
-    at_once(synchronous, asynchronous, synchronous, asynchronous)
-    dist.barrier()
-
-
-@on_ranks(2, timeout=60)
-def test_threads_send_messages_beside_collectives(rank, size):
     peer = 1 - rank
 
     def ping(tag, numel):
@@ -449,14 +443,8 @@ def test_threads_send_messages_beside_collectives(rank, size):
 
         return job
 
-    def collectives():
-        for _ in range(40):
-            x = torch.ones(2000)
-            dist.all_reduce(x)
-            assert x[7].item() == size
-
-    sizes = [3, 3000, 70_000, 400_000]
-    at_once(collectives, *(ping(tag, numel) for tag, numel in enumerate(sizes)))
+    pings = (ping(tag, numel) for tag, numel in enumerate([3, 3000, 70_000, 400_000]))
+    at_once(synchronous, asynchronous, synchronous, asynchronous, *pings)
     dist.barrier()
 
 

@@ -525,14 +525,6 @@ def test_other_trained_parameters_are_refused(rank, size, who):
             local.finish()
 
 
-@on_ranks(2)
-def test_states_of_other_models_are_refused(rank, size):
-    saved = pycomm.LocalSGD(Net(rank), every=2).state_dict()
-    resumed = pycomm.LocalSGD(Net(rank).requires_grad_(True), every=2)
-    with pytest.raises(ValueError, match=r"only one of them has body\.bias"):
-        resumed.load_state_dict(saved)
-
-
 class Ordered(nn.Module):
     """Layers in the order of their names here."""
 
@@ -643,7 +635,10 @@ def test_a_state_may_be_loaded_at_any_point_of_a_step(rank, size, options):
 
 
 @on_ranks(2)
-def test_states_of_other_options_are_refused(rank, size):
+def test_states_of_other_models_and_options_are_refused(rank, size):
+    saved = pycomm.LocalSGD(Net(rank), every=2).state_dict()
+    with pytest.raises(ValueError, match=r"only one of them has body\.bias"):
+        pycomm.LocalSGD(Net(rank).requires_grad_(True), every=2).load_state_dict(saved)
     saved = pycomm.LocalSGD(network(), every=4, exchange=Streamed(2, overlap=2)).state_dict()
     with pytest.raises(ValueError, match="has 2 fragments, not 1"):
         pycomm.LocalSGD(network(), every=4).load_state_dict(saved)
