@@ -282,23 +282,17 @@ RESIDUALS = (
     ),
     Mutant(
         "paid-residual-sent-again",
-        "pycomm/reduction/reducer.py::BucketReducer._use",
-        "self.step.flushed |= bucket.flushed",
+        "pycomm/reduction/state.py::CompressionState.settle",
+        "self._drop_flushed(kept)",
         "pass",
-        (
-            "torch/hooks/test_policy.py::test_a_schedule_loses_nothing "
-            "torch/hooks/test_policy.py::test_what_is_owed_is_sent_with_the_next_step"
-        ),
+        "torch/hooks/test_policy.py::test_of_every_kind_of_feedback_nothing_stays",
     ),
     Mutant(
         "exact-codec-forgets-what-is-owed",
         "pycomm/reduction/bucket.py::Bucket.__init__",
         'keeps_errors or name in residuals or kind == "momentum"',
         'keeps_errors or kind == "momentum"',
-        (
-            "torch/hooks/test_policy.py::test_a_schedule_loses_nothing "
-            "torch/hooks/test_policy.py::test_what_is_owed_is_sent_with_the_next_step"
-        ),
+        "torch/hooks/test_policy.py::test_a_schedule_loses_nothing",
     ),
     Mutant(
         "powersgd-exact-pieces-owe-again",
