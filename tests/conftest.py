@@ -17,6 +17,7 @@ import pytest
 from tests.extent import without_the_rest
 from tests.interpreter import make_faster
 from tests.torch.interpreter import SHARED, start_server
+from tests.torch.pool import Pool
 
 # One thread for torch's own operations, as under torchrun: their threads would wait for each other
 # on cores that workers, ranks and compilers share, which takes up to four times as long.
@@ -169,3 +170,37 @@ def pytest_unconfigure(config: pytest.Config) -> None:
         terminal.write_line(f"{tier:<12}{passed:>8}{failed:>8}{skipped:>9}{SECONDS[tier]:>9.1f}")
     total = [sum(COUNTS[tier, outcome] for tier in TIERS) for outcome in OUTCOMES]
     terminal.write_line("{} passed, {} failed, {} skipped".format(*total))
+
+
+# ------------------------------------------------------------------------- fixtures of torch's tier
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Ranks that are torch processes; see pool.py."""
+    pool = Pool()
+    yield pool
+    pool.stop()
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """Return a folder in which torch finds pycomm's entry point, as after an installation."""
+    info = tmp_path / "entry-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[torch.backends]\nentry = pycomm._autoload:register\n")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def fakes() -> Iterator[Pool]:
+    """Start ranks with the simulated device, apart from others: it cannot be unloaded."""
+    from tests.codecs.cuda import emulated
+    from tests.torch.device import fake_device
+
+    fake_device.built()
+    emulated.all_kernels()  # compiled here, not within the deadline of a rank's answer
+    pool = Pool()
+    yield pool
+    pool.stop()

@@ -16,8 +16,7 @@ from types import ModuleType
 import pytest
 
 import pycomm
-from tests.torch.interpreter import ROOT, run
-from tests.torch.torchrun import launch
+from tests.torch.interpreter import ROOT, run, torchrun
 
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -64,7 +63,7 @@ def test_commands_of_the_start_page_say_what_it_shows(tmp_path: Path):
         program, *words = command.split()[len(variables) :]
         assert program == "torchrun"
         assert words[:2] == ["--nproc-per-node", "2"]
-        printed = launch(*words[2:], folder=tmp_path, **variables)
+        printed = torchrun(*words[2:], folder=tmp_path, **variables)
         said = [timeless(line) for line in printed.splitlines()]
         assert [line for line in lines if timeless(line) not in ("...", *said)] == []
 

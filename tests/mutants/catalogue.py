@@ -211,7 +211,7 @@ MUTANTS = (
         "csrc/codecs/base/feedback.cpp::encode",
         "if (feedback.error) store(feedback.storage, {new_residual, n}, feedback.error.fresh);",
         "",
-        "torch/feedback/test_kinds.py",
+        "torch/reduction/test_two_shot.py::test_every_kind_of_feedback_likewise",
     ),
     Mutant(
         "triton-residual-not-added",
@@ -225,7 +225,7 @@ MUTANTS = (
         "pycomm/reduction/state.py::CompressionState.settle",
         "finite and step.status is StepStatus.REDUCED",
         "finite and step.status is not StepStatus.OPEN",
-        "torch/feedback/test_thrown_gradients.py::test_discard",
+        "torch/feedback/test_state.py::test_discard",
     ),
     Mutant(
         "lost-ranks-residuals-scaled-the-wrong-way",
@@ -236,20 +236,17 @@ MUTANTS = (
     ),
     Mutant(
         "paid-residual-sent-again",
-        "pycomm/reduction/reducer.py::BucketReducer._use",
-        "self.step.flushed |= bucket.flushed",
+        "pycomm/reduction/state.py::CompressionState.settle",
+        "self._drop_flushed(kept)",
         "pass",
-        (
-            "torch/hooks/test_policy.py::test_a_schedule_loses_nothing "
-            "torch/hooks/test_policy.py::test_what_is_owed_is_sent_with_the_next_step"
-        ),
+        "torch/hooks/test_policy.py::test_of_every_kind_of_feedback_nothing_stays",
     ),
     Mutant(
         "powersgd-exact-pieces-owe-again",
         "pycomm/reduction/powersgd.py::Exchanges._average",
         "piece.residual.store_worker(torch.zeros_like(target))",
         "pass",
-        "torch/reduction/test_powersgd_factors.py::test_an_exact_piece_sends_its_residual_once",
+        "torch/reduction/test_two_shot.py::test_an_exact_piece_sends_its_residual_once",
     ),
     Mutant(
         "written-side-never-current",

@@ -100,6 +100,12 @@ on_both = functools.partial(on_ranks, run=same_as_gloo)
 """Make a test of a function as `on_ranks` does, whose results are the same on both backends."""
 
 
+def integers(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return small integers that differ by rank."""
+    numel = torch.Size(shape).numel()
+    return ((torch.arange(numel) * 7 + rank * 5) % 11).to(dtype).reshape(shape)
+
+
 def check_sum(group: dist.ProcessGroup | None = None) -> None:
     """Check that a group works, by whole numbers, of which the sum is exact."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -168,6 +174,22 @@ def network() -> nn.Sequential:
         nn.ReLU(),
         nn.Linear(64, CLASSES),
     )
+
+
+class Turn(nn.Module):
+    """A complex matrix. FSDP2 has one dtype per unit."""
+
+    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.to(self.weight.dtype) @ self.weight).abs().float()
+
+
+def with_complex_numbers(dtype: torch.dtype = torch.complex64) -> nn.Sequential:
+    """Return that classifier with a complex matrix between its real ones."""
+    return network().insert(4, Turn(dtype))
 
 
 def batch(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -88,21 +88,9 @@ class Interpreter:
         self.returncode: int | None = None
         self._out = tempfile.TemporaryFile()  # noqa: SIM115, the process writes to it
         self._err = self._out if merged else tempfile.TemporaryFile()  # noqa: SIM115
-        wish = {
-            "command": command,
-            "env": _environment(env, variables),
-            "cwd": str(cwd or os.getcwd()),
-            "autoload": autoload,
-            "finalized": finalized,
-        }
-        self._link, there = socket.socketpair()
-        text = json.dumps(wish).encode()
-        passed = [there.fileno(), self._out.fileno(), self._err.fileno(), *fds]
-        with tempfile.TemporaryFile() as letter:  # a datagram would limit the environment's size
-            letter.write(text)
-            letter.flush()
-            socket.send_fds(_server(), [b"x"], [letter.fileno(), *passed])
-        there.close()
+        given = _environment(env, variables), str(cwd or os.getcwd())
+        wish = Command(list(command), *given, autoload, finalized)
+        self._link = wish.forked(self._out.fileno(), self._err.fileno(), *fds)
         # The first one waits until the server has imported torch: long, on a busy machine.
         self.pid = int(self._answer(110.0))
 
@@ -228,6 +216,29 @@ def launch(
     return texts
 
 
+def torchrun(
+    *command: str, folder: Path, ranks: int = 2, fresh: bool = False, **environment: str
+) -> str:
+    """Run a script, behind options, under torchrun; return its ranks' output of both streams.
+
+    With `fresh`, and in the full extent, the ranks are interpreters of their own, as users' are.
+    Else they are forks of the agent, which has imported torch; they end without exit functions.
+    """
+    from tests.extent import FULL
+
+    start = [] if fresh or FULL else ["--run-path", "--start-method", "fork"]
+    rendezvous = ["--standalone", "--nproc-per-node", str(ranks)]
+    done = run(
+        *("-m", "torch.distributed.run", *rendezvous, *start, *command),
+        variables={"OMP_NUM_THREADS": "1", **environment},
+        cwd=folder,
+        merged=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         return int(free.getsockname()[1])
@@ -238,7 +249,6 @@ def _read(file: Any) -> str:
     return os.pread(file.fileno(), size, 0).decode(errors="replace")
 
 
-AS_PYTHON = Path(__file__).with_name("as_python.py")
 SHARED = "TESTS_FORK_SERVER"  # the address of the server that the workers of pytest share
 
 
@@ -271,13 +281,13 @@ def start_server() -> str:
 
 def as_python(folder: Path) -> dict[str, str]:
     """Return variables of programs that start Python processes, which import no torch: that of
-    the server is theirs; see as_python.py.
+    the server is theirs; see `_be_python`.
 
     Args:
         folder: for the program that is `sys.executable` in them, and whose path EXECUTABLE has.
     """
     program = folder / "python"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {AS_PYTHON} "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {__file__} "$@"\n')
     program.chmod(0o755)
     _server()
     return {EXECUTABLE: str(program), SHARED: os.environ.get(SHARED) or _own[os.getpid()]}
@@ -325,6 +335,19 @@ class Command:
     cwd: str
     autoload: bool
     finalized: bool
+
+    def forked(self, *fds: int) -> socket.socket:
+        """Let the server fork a process for it, with these as stdout, stderr and what is passed on.
+
+        What comes by the socket is the process's id, and its status when it has ended. Closing the
+        socket kills the process.
+        """
+        link, there = socket.socketpair()
+        with there, tempfile.TemporaryFile() as letter:  # a datagram would limit the environment
+            letter.write(json.dumps(vars(self)).encode())
+            letter.flush()
+            socket.send_fds(_server(), [b"x"], [letter.fileno(), there.fileno(), *fds])
+        return link
 
     def prepare(self) -> None:
         """Make this process the one that `python` would have started."""
@@ -419,7 +442,7 @@ def serve(fd: int) -> Command:
 
 def _keep(letter: int, link: int, out: int, err: int, *passed: int) -> Command:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    wish = json.loads(os.pread(letter, os.fstat(letter).st_size, 0))
+    command = Command(**json.loads(os.pread(letter, os.fstat(letter).st_size, 0)))
     os.close(letter)
     process = os.fork()
     if process == 0:
@@ -428,8 +451,8 @@ def _keep(letter: int, link: int, out: int, err: int, *passed: int) -> Command:
         os.dup2(err, 2)
         for each in {out, err} - {1, 2}:
             os.close(each)
-        env = wish["env"] | {"PASSED_FDS": ",".join(map(str, passed))}
-        return Command(wish["command"], env, wish["cwd"], wish["autoload"], wish["finalized"])
+        command.env["PASSED_FDS"] = ",".join(map(str, passed))
+        return command
     for each in {out, err, *passed}:
         os.close(each)
     os.write(link, str(process).encode().ljust(16))
@@ -441,3 +464,31 @@ def _keep(letter: int, link: int, out: int, err: int, *passed: int) -> Command:
     with suppress(BrokenPipeError):
         os.write(link, str(os.waitstatus_to_exitcode(status)).encode().ljust(16))
     os._exit(0)
+
+
+# --------------------------------------------------------------------------- what sys.executable is
+# In programs under test that start others, and that end them by their process ids or by signals.
+
+
+def _be_python(command: list[str]) -> int:
+    """Run `python COMMAND` by a process that has imported torch; return its status.
+
+    It is killed when this process ends. Neither a network namespace nor an affinity to cores is
+    passed on.
+    """
+    link = Command(command, dict(os.environ), os.getcwd(), True, False).forked(1, 2)
+    process = int(link.recv(16, socket.MSG_WAITALL))
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda number, _: os.kill(process, number))
+    status = int(link.recv(16, socket.MSG_WAITALL) or b"1")
+    if status < 0:
+        if status != -signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    return status
+
+
+if __name__ == "__main__":
+    if sys.argv[1] not in ("-m", "-c"):  # such as a program of the standard library alone
+        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+    sys.exit(_be_python(sys.argv[1:]))

@@ -26,6 +26,7 @@ from tests.torch.interpreter import ROOT, Interpreter
 
 OfRank = Callable[..., Any]
 RANKS = 4
+PATIENT = {"timeout": 60, "deadline": 180}  # options of a run on a busy machine
 RANK = "import os; from tests.torch import pool; pool.serve(int(os.environ['PASSED_FDS']))"
 
 

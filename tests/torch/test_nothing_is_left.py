@@ -24,17 +24,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
-from torch.distributed.fsdp import fully_shard
 
 import pycomm
 import pycomm.horovod as hvd
 from pycomm import backend, monitor, trace
 from pycomm.communicator import Communicator, Store
-from pycomm.local_sgd import Streamed
-from tests.extent import FULL
+from tests.extent import FULL, each_value
 from tests.soak.held import COUNTS, held_at_rest
 from tests.torch import ways
-from tests.torch.harness import equal
+from tests.torch.harness import Chosen, equal, gradients
 from tests.torch.pool import on_ranks
 
 ROUNDS = 20 if FULL else 9
@@ -57,7 +55,7 @@ def trained(way: ways.Way, steps: int = 4) -> ways.Training:
     return training
 
 
-def use(rank: int, size: int, number: int, *, way: ways.Way, ends: bool = False) -> None:
+def use(rank: int, size: int, number: int, *, way: ways.Way, ends: bool = True) -> None:
     training = trained(way)
     if training.state is not None:
         assert training.state.summary()
@@ -120,20 +118,8 @@ def reconfigured(rank: int, size: int, number: int) -> None:
     made.shutdown()
 
 
-def gradients(codec: str = "int4", **options: Any) -> Use:
-    return partial(use, way=partial(ways.gradients, codec=codec, **options))
-
-
-def momentum(make: ways.Make) -> Use:
-    return partial(use, way=partial(ways.momentum, make=make))
-
-
-def local_sgd(ends: bool = True, every: int = 1, **options: Any) -> Use:
-    return partial(use, way=partial(ways.local, every=every, **options), ends=ends)
-
-
 def horovod(rank: int, size: int, number: int) -> None:
-    use(rank, size, number, way=ways.horovod)
+    hvd.init()
     hvd.allreduce(torch.ones(3), name="x")
 
 
@@ -159,23 +145,12 @@ USES: dict[str, Use] = {
     "a communicator": communicator,
     "a communicator by TCP": partial(communicator, transport="tcp"),
     "an elastic group": reconfigured,
-    "compress": gradients(),
-    "compress without feedback": gradients(feedback=None),
-    "compress with decay": gradients("topk:0.1", feedback="decay:0.9"),
-    "compress with momentum": gradients("topk:0.1", feedback="momentum:0.9"),
-    "PowerSGD": gradients("powersgd:2"),
-    "FSDP2": partial(use, way=ways.shards),
-    "CodedAdamW": momentum(ways.ADAMW),
-    "CodedSGD": momentum(ways.SGD),
-    "LocalSGD": local_sgd(),
-    "LocalSGD, weighted": local_sgd(weighted=True),
-    "LocalSGD in streams": local_sgd(exchange=Streamed(overlap=1)),
-    "LocalSGD on a thread": local_sgd(True, 2, exchange=Streamed(overlap=2), weighted=True),
-    "LocalSGD, not finished": local_sgd(False, 2, exchange=Streamed(overlap=2)),
-    "LocalSGD on a thread, not finished": local_sgd(
-        False, 2, exchange=Streamed(overlap=2), weighted=True
-    ),
-    "Horovod's optimizer": horovod,
+    **{name: partial(use, way=way) for name, way in ways.WAYS.items()},
+    **{
+        f"{name}, not finished": partial(use, way=ways.WAYS[name], ends=False)
+        for name in ("LocalSGD in streams", "LocalSGD on a thread")
+    },
+    "a call of Horovod": horovod,
     "monitor and trace": observed,
     "codecs": codecs,
 }
@@ -186,7 +161,7 @@ USES: dict[str, Use] = {
     ("name", "backend"),
     [
         *((name, "pycomm") for name in USES),
-        *((name, "gloo") for name in ("compress", "LocalSGD in streams")),
+        *((name, "gloo") for name in ("int4", "LocalSGD in streams")),
     ],
 )
 def test_a_dropped_object_leaves_nothing(rank, size, name):
@@ -225,78 +200,28 @@ def test_a_dropped_object_leaves_nothing(rank, size, name):
 # one here: what is made on it has no values.
 
 
-GIVEN = {"dtype": torch.float32, "device": "cpu"}
-STEPS = 6
-
-
-def numbers(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator("cpu").manual_seed(seed), **GIVEN)
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Parameter(numbers(300, 64, seed=0) / 10)
-        self.bias = nn.Parameter(numbers(64, seed=1) / 10)
-        self.down = nn.Parameter(numbers(64, 300, seed=2) / 10)
-
-    def forward(self, seed: int) -> torch.Tensor:
-        """Return a loss whose gradients are a quarter of the parameters, and noise."""
-        losses = [
-            (p * p / 8 + p * numbers(*p.shape, seed=seed + i)).sum()
-            for i, p in enumerate((self.up, self.bias, self.down))
-        ]
-        return torch.stack(losses).sum()
-
-
 @contextmanager
-def defaults(dtype: torch.dtype, device: str | None) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    torch.set_default_device(device)
+def defaults() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
     # Memory that nobody has written is NaN in this mode.
     torch.use_deterministic_algorithms(True)
     try:
         with torch.autocast("cpu", torch.bfloat16):
             yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(torch.float32)
         torch.set_default_device(None)
         torch.use_deterministic_algorithms(False)
 
 
-PLAIN = partial(torch.optim.SGD, lr=0.05)
+METHODS = ways.WAYS | ways.CODECS
 
 
-def compressed(codec: str, **options: Any) -> ways.Way:
-    return partial(ways.gradients, codec=codec, make=PLAIN, **options)
-
-
-METHODS: dict[str, ways.Way] = {
-    **{codec: compressed(codec) for codec in ("int4", "sign", "topk:0.01", "powersgd:2", "auto")},
-    **{codec: compressed(codec) for codec in ("topk:0.01", "lossless", "nvfp4")},
-    "eden": compressed("eden:bits=2,size=128"),
-    "residuals in int8": compressed("int4", feedback="decay:0.9,storage=int8"),
-    "sharded": ways.shards,
-    "coded momentum": ways.momentum,
-    "coded momentum, int4": partial(ways.momentum, codec="int4"),
-    "sharded momentum": partial(ways.momentum, wrap=fully_shard),
-    "sgd": partial(ways.momentum, make=ways.SGD),
-    "local": partial(ways.local, make=PLAIN, every=2),
-    "local in streams": partial(
-        ways.local,
-        make=PLAIN,
-        every=2,
-        codec="topk:0.05,values=bins2",
-        exchange=Streamed(2, overlap=0),
-    ),
-}
-
-
-def train(way: ways.Way) -> list[torch.Tensor]:
-    training = way(Net())
-    for step in range(STEPS):
-        training.step(lambda model, step=step: model(100 * step + 10 * dist.get_rank()))
+def train(way: ways.Way, net: nn.Module, given: list[dict[str, torch.Tensor]]) -> list[Any]:
+    training = way(net)
+    for step in given:
+        training.step(lambda model, step=step: model(step))
     training.end()
     found = training.model.parameters()
     return [getattr(p, "_local_tensor", p).detach().clone() for p in found]
@@ -306,13 +231,15 @@ def train(way: ways.Way) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "backend"),
     [(name, "pycomm") for name in METHODS]
-    + [(name, "gloo") for name in ("int4", "topk:0.01", "coded momentum")],
+    + [(name, "gloo") for name in ("int4", "topk:0.01", "CodedAdamW")],
 )
 def test_training_has_the_same_bits(rank, size, name):
     """Gloo sends payloads that the core has made; pycomm's backend does all in the core."""
-    plain = train(METHODS[name])
-    with defaults(torch.float64, "meta"):
-        other = train(METHODS[name])
+    given = [gradients(rank, step) for step in range(6)]
+    models = [Chosen(unit=1.0) for _ in range(2)]
+    plain = train(METHODS[name], models[0], given)
+    with defaults():
+        other = train(METHODS[name], models[1], given)
     assert equal(plain, other)
 
 
@@ -380,22 +307,18 @@ def _horovod() -> None:
     model, optimizer = _first_step(hvd.rank() == 0)
     hvd.broadcast_parameters(model.state_dict())
     hvd.broadcast_optimizer_state(optimizer)
-    trained(partial(ways.horovod, make=ways.ADAMW), 2)
 
 
 TRAININGS: dict[str, Callable[[], object]] = {
-    "int4": lambda: trained(ways.gradients, 2).end(),
-    "auto": lambda: trained(partial(ways.gradients, codec="auto"), 2).end(),
-    "powersgd": lambda: trained(partial(ways.gradients, codec="powersgd:2"), 2).end(),
-    "coded optimizer": lambda: trained(ways.momentum, 2),
+    **{name: lambda way=way: trained(way, 2).end() for name, way in METHODS.items()},
     "adopted optimizer": _adopted,
-    "local SGD": lambda: trained(ways.local, 2).end(),
     "hand-over": _handed_over,
-    "horovod": _horovod,
+    "Horovod's functions": _horovod,
 }
 
 
 @on_ranks(2)
+@each_value
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 @pytest.mark.parametrize("name", TRAININGS)
 def test_a_training_reads_no_pickle(rank, size, name):

@@ -24,10 +24,10 @@ from torch import nn
 import pycomm
 from pycomm import backend
 from pycomm.communicator import Communicator, Store
-from pycomm.local_sgd import Streamed
-from tests.torch import ways
+from tests.extent import each_value
 from tests.torch.interpreter import run_ranks
 from tests.torch.pool import on_ranks
+from tests.torch.ways import WAYS, Way
 
 LONG = 300.0  # seconds: the limit of every wait, which none of them may reach
 Wait = Callable[[], object]
@@ -190,25 +190,12 @@ TORCH: dict[str, Callable[[int], object]] = {
 # ------------------------------------------------------------------ training
 
 
-WAYS: dict[str, ways.Way] = {
-    "DDP": ways.plain,
-    "DDP that finds unused": partial(ways.plain, find_unused_parameters=True),
-    "int4": ways.gradients,
-    "factors": partial(ways.gradients, codec="powersgd:2"),
-    "CodedAdamW": partial(ways.momentum, codec="int4"),
-    "CodedSGD": partial(ways.momentum, make=ways.SGD, codec="int4"),
-    "LocalSGD": ways.local,
-    "LocalSGD in streams": partial(ways.local, weighted=True, exchange=Streamed(overlap=1)),
-    "Horovod": ways.horovod,
-}
-
-
-def training(way: ways.Way) -> Wait:
+def training(way: Way) -> Wait:
     torch.manual_seed(0)
     begun = way(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)))
 
     def train() -> None:
-        for _ in range(3):  # more than an exchange of LocalSGD may take
+        for _ in range(6):  # more than an exchange of LocalSGD may take
             begun.step(lambda model: model(torch.ones(2, 64)).sum())
 
     if not isinstance(begun.state, pycomm.LocalSGD):
@@ -217,6 +204,7 @@ def training(way: ways.Way) -> Wait:
 
 
 @on_ranks(2, timeout=LONG)
+@each_value
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("kind", [*TORCH, *WAYS])
 def test_a_signal_ends_a_wait(rank, size, kind, number):

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 import pycomm.horovod as hvd
+from pycomm.local_sgd import Streamed
 
 SGD = partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 ADAMW = partial(torch.optim.AdamW, lr=1e-3)
@@ -25,7 +26,7 @@ class Training:
 
     Args:
         state: of pycomm, if the user holds one.
-        before, after: what the user calls around a step.
+        after: what the user calls after a step.
         end: what the user calls after the last step.
     """
 
@@ -35,15 +36,13 @@ class Training:
         optimizer: Any,
         state: Any = None,
         *,
-        before: Callable[[], object] = lambda: None,
         after: Callable[[], object] = lambda: None,
         end: Callable[[], object] = lambda: None,
     ) -> None:
         self.model, self.optimizer, self.state = model, optimizer, state
-        self.before, self.after, self.end = before, after, end
+        self.after, self.end = after, end
 
     def step(self, loss: Callable[[nn.Module], torch.Tensor]) -> None:
-        self.before()
         self.optimizer.zero_grad()
         loss(self.model).backward()
         self.optimizer.step()
@@ -88,3 +87,27 @@ def horovod(net: nn.Module, *, make: Make = SGD) -> Training:
     hvd.init()
     optimizer = make(net.parameters())
     return Training(net, hvd.DistributedOptimizer(optimizer, net.named_parameters()))
+
+
+WAYS: dict[str, Way] = {
+    "DDP": plain,
+    "DDP that finds unused": partial(plain, find_unused_parameters=True),
+    "int4": gradients,
+    "int4 without feedback": partial(gradients, feedback=None),
+    "int4 with decay": partial(gradients, feedback="decay:0.9,storage=int8"),
+    "topk with momentum": partial(gradients, codec="topk:0.1", feedback="momentum:0.9"),
+    "PowerSGD": partial(gradients, codec="powersgd:2"),
+    "FSDP2": shards,
+    "CodedAdamW": momentum,
+    "CodedAdamW of shards": partial(momentum, wrap=fully_shard),
+    "CodedSGD": partial(momentum, make=SGD, codec="int4"),
+    "LocalSGD": local,
+    "LocalSGD, weighted": partial(local, weighted=True),
+    "LocalSGD in streams": partial(local, exchange=Streamed(overlap=1)),
+    "LocalSGD on a thread": partial(local, every=2, exchange=Streamed(overlap=2), weighted=True),
+    "Horovod": horovod,
+}
+CODECS: dict[str, Way] = {
+    codec: partial(gradients, codec=codec)
+    for codec in ("auto", "sign", "topk:0.01", "lossless", "nvfp4", "eden:bits=2,size=128")
+}

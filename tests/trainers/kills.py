@@ -13,14 +13,13 @@ end than at first, and hardly more memory.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import multiprocessing
 import os
 import random
+import runpy
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,10 +27,8 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
-from types import ModuleType
-from typing import IO, Any
+from typing import Any
 
 from torchft.coordination import LighthouseServer
 
@@ -43,12 +40,25 @@ LIMIT = 240  # seconds; a process takes a minute to start on a busy machine
 
 
 class Replica:
-    """A replica's process, and what it has printed about its steps."""
+    """A replica's process, and what it has printed about its steps.
 
-    def __init__(self, process: int, printed: IO[str], wait: Callable[[float], object]) -> None:
-        self.process, self._wait = process, wait
+    It is forked from a process that has imported torch, so it starts at once.
+    """
+
+    def __init__(self, number: int, lighthouse: str, log: Path, *options: str) -> None:
+        context = multiprocessing.get_context("forkserver")
+        # What the example imports; the first optimizer imports torch._dynamo.
+        preload = ["torch._dynamo", "pycomm.torchft", "tests.trainers.kills"]
+        context.set_forkserver_preload(preload)
+        reads, writes = context.Pipe(duplex=False)
+        arguments = (number, lighthouse, str(log), options, writes)
+        self._child = context.Process(target=_run, args=arguments, daemon=True)
+        self._child.start()
+        writes.close()
+        self.process = self._child.pid
         self.lines: list[dict[str, Any]] = []
-        self._printed = printed
+        self._printed = os.fdopen(os.dup(reads.fileno()))
+        reads.close()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -76,69 +86,21 @@ class Replica:
     def end(self) -> None:
         with suppress(ProcessLookupError):
             self.send(signal.SIGKILL)
-        self._wait(10)
+        self._child.join(10)
         self._reader.join(10)
 
 
-class Started(Replica):
-    """One that runs as users run it."""
-
-    def __init__(self, number: int, lighthouse: str, log: Path, *options: str) -> None:
-        with log.open("ab") as errors:
-            child = subprocess.Popen(
-                [sys.executable, str(EXAMPLE), "--replica", str(number), *options],
-                env={**os.environ, **_environment(lighthouse), "PYTHONPATH": str(ROOT)},
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-            )
-        super().__init__(child.pid, child.stdout, child.wait)
-
-
-class Forked(Replica):
-    """One that is forked from a process that has imported torch, so it starts at once."""
-
-    def __init__(self, number: int, lighthouse: str, log: Path, *options: str) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.trainers.preloaded"])
-        reads, writes = context.Pipe(duplex=False)
-        arguments = (number, lighthouse, str(log), options, writes)
-        child = context.Process(target=_run, args=arguments, daemon=True)
-        child.start()
-        writes.close()
-        super().__init__(child.pid, os.fdopen(os.dup(reads.fileno())), child.join)
-        reads.close()
-
-
-def _environment(lighthouse: str) -> dict[str, str]:
-    return {
+def _run(number: int, lighthouse: str, log: str, options: tuple[str, ...], writes: Any) -> None:
+    os.environ |= {
         "OMP_NUM_THREADS": "1",
         "TORCHFT_LIGHTHOUSE": lighthouse,
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
     }
-
-
-def preload() -> None:
-    """Import in the server what each replica needs; the first optimizer imports torch._dynamo."""
-    importlib.import_module("torch._dynamo")
-    example()
-
-
-@cache
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_torchft", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _run(number: int, lighthouse: str, log: str, options: tuple[str, ...], writes: Any) -> None:
-    os.environ.update(_environment(lighthouse))
     os.dup2(writes.fileno(), 1)
     os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
     sys.argv = [str(EXAMPLE), "--replica", str(number), *options]
-    example().main()
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
 
 
 class Lab:
@@ -156,8 +118,8 @@ class Lab:
         self.log.touch()
         self.replicas: list[Replica] = []
 
-    def start(self, number: int, *options: str, kind: type[Replica] = Started) -> Replica:
-        replica = kind(number, self.server.address(), self.log, *options)
+    def start(self, number: int, *options: str) -> Replica:
+        replica = Replica(number, self.server.address(), self.log, *options)
         self.replicas.append(replica)
         return replica
 
@@ -219,7 +181,7 @@ def kill_and_replace(lab: Lab, kills: int, seed: int) -> Outcome:
         AssertionError: one hangs, or has other parameters than another at the same step.
     """
     outcome, draw, told = Outcome(), random.Random(seed), time.monotonic()
-    living = {number: lab.start(number, *OPTIONS, kind=Forked) for number in range(3)}
+    living = {number: lab.start(number, *OPTIONS) for number in range(3)}
     oldest = living[0]
 
     def trains(replica: Replica) -> bool:
@@ -252,7 +214,7 @@ def kill_and_replace(lab: Lab, kills: int, seed: int) -> Outcome:
         gone.end()
         lab.replicas.remove(gone)
         number = ({1, 2} - living.keys()).pop()
-        living[number] = lab.start(number, *OPTIONS, kind=Forked)
+        living[number] = lab.start(number, *OPTIONS)
         if (kill + 1) % TELLS == 0:
             print(f"{kill + 1} kills in {time.monotonic() - told:.0f} s", file=sys.stderr)
     lab.wait(lambda: all(map(trains, living.values())), "not all take part in the end")

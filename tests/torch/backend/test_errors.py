@@ -213,12 +213,15 @@ else:
     dist.init_process_group("pycomm", init_method="file://" + store, rank=rank, world_size=2)
     dist.barrier()
     # Made here: torch.ones() in a daemon ends the process when the interpreter ends.
-    tensors = [torch.ones(9 if kind == "recv" else 1 << 22) for _ in range(8)]
+    tensors = [torch.ones(9 if kind in ("recv", "callbacks") else 1 << 22) for _ in range(8)]
     def wait():
-        if kind == "recv":
+        if kind in ("recv", "callbacks"):
             work = dist.irecv(tensors.pop(), 1 - rank)
         elif kind == "all_reduce":
             work = dist.all_reduce(tensors.pop(), async_op=True)
+        if kind == "callbacks":
+            for each in (work, dist.all_reduce(tensors.pop(), async_op=True)):
+                each.get_future().then(lambda done: done.value()[0].sum().item())
         entered.release()
         if kind == "unanswered": dist.all_reduce(tensors.pop())
         else: work.wait()
@@ -228,7 +231,7 @@ if (rank, kind) == (1, "unanswered"):
     raise SystemExit
 for _ in range(8 if kind == "unanswered" else 3): threading.Thread(target=wait, daemon=True).start()
 # All of the receives wait then; of all-reduces one does, and others are being issued.
-for _ in range(3 if kind in ("recv", "without torch") else 1): entered.acquire(timeout=20)
+for _ in range(1 if kind in ("all_reduce", "unanswered") else 3): entered.acquire(timeout=20)
 if len(sys.argv) > 5: raise SystemExit(int(sys.argv[5]))
 """
 
@@ -246,7 +249,7 @@ def run_to_the_end(tmp_path: Path, kind: str, transport: str, *more: str) -> lis
 
 @each_value
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
-@pytest.mark.parametrize("kind", ["recv", "all_reduce", "without torch"])
+@pytest.mark.parametrize("kind", ["recv", "all_reduce", "callbacks", "without torch"])
 def test_an_interpreter_that_ends_while_daemons_wait(tmp_path, monkeypatch, kind, transport):
     monkeypatch.setenv("PYCOMM_TRANSPORT", transport)
     assert run_to_the_end(tmp_path, kind, transport) == [0, 0]
@@ -408,7 +411,7 @@ def at_once(*jobs: Callable[[], None]) -> None:
 
 
 @on_ranks(2, timeout=60)
-def test_threads_share_a_group_for_equal_collectives(rank, size):
+def test_threads_share_a_group_for_equal_collectives_and_messages(rank, size):
     # The values are equal, whichever threads of the ranks are matched.
     def synchronous():
         for i in range(60):
@@ -426,12 +429,6 @@ def test_threads_share_a_group_for_equal_collectives(rank, size):
                 assert x.tolist() == [size] * 3000
                 assert total.wait().item() == 3000.0 * size
 
-    at_once(synchronous, asynchronous, synchronous, asynchronous)
-    dist.barrier()
-
-
-@on_ranks(2, timeout=60)
-def test_threads_send_messages_beside_collectives(rank, size):
     peer = 1 - rank
 
     def ping(tag, numel):
@@ -446,14 +443,8 @@ def test_threads_send_messages_beside_collectives(rank, size):
 
         return job
 
-    def collectives():
-        for _ in range(40):
-            x = torch.ones(2000)
-            dist.all_reduce(x)
-            assert x[7].item() == size
-
-    sizes = [3, 3000, 70_000, 400_000]
-    at_once(collectives, *(ping(tag, numel) for tag, numel in enumerate(sizes)))
+    pings = (ping(tag, numel) for tag, numel in enumerate([3, 3000, 70_000, 400_000]))
+    at_once(synchronous, asynchronous, synchronous, asynchronous, *pings)
     dist.barrier()
 
 

@@ -32,14 +32,8 @@ from pycomm.reduction.two_shot import Batched
 from tests.torch.device import fake_device
 from tests.torch.device.fake_device import GROUP, on_fakes, run, same_as_cpu
 from tests.torch.device.fake_device import NAME as FAKE
-from tests.torch.harness import bucket_of, inputs, perceptron
+from tests.torch.harness import bucket_of, inputs, integers, perceptron
 from tests.torch.pool import on_ranks
-
-
-def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return small integers that differ by rank."""
-    numel = torch.Size(shape).numel()
-    return ((torch.arange(numel) * 7 + rank * 5) % 11).to(dtype).reshape(shape)
 
 
 def every_value(residual: Residual) -> dict[str, torch.Tensor]:
@@ -75,56 +69,56 @@ def operations(rank: int, ranks: int) -> dict[str, tuple[Any, ...]]:
 
     everybody, zeros = range(ranks), torch.zeros
     return {
-        "all_reduce": (reduce, values(rank, 1000)),
+        "all_reduce": (reduce, integers(rank, 1000)),
         # In parts, the last of which is small.
-        "large": (reduce, values(rank, (3 << 20) + 5)),
-        "large_strided": (lambda x: reduce(x.t()), values(rank, 2048, 1100)),
-        "strided": (lambda x: reduce(x.t()[::2], op=dist.ReduceOp.MAX), values(rank, 6, 10)),
+        "large": (reduce, integers(rank, (3 << 20) + 5)),
+        "large_strided": (lambda x: reduce(x.t()), integers(rank, 2048, 1100)),
+        "strided": (lambda x: reduce(x.t()[::2], op=dist.ReduceOp.MAX), integers(rank, 6, 10)),
         "bfloat16_average": (
             partial(reduce, op=dist.ReduceOp.AVG),
-            values(rank, 77, dtype=torch.bfloat16),
+            integers(rank, 77, dtype=torch.bfloat16),
         ),
-        "premultiplied": (partial(reduce, op=dist._make_nccl_premul_sum(0.5)), values(rank, 12)),
-        "broadcast": (partial(dist.broadcast, src=1), values(rank, 5, 3)),
-        "reduce": (partial(dist.reduce, dst=1), values(rank, 300)),
+        "premultiplied": (partial(reduce, op=dist._make_nccl_premul_sum(0.5)), integers(rank, 12)),
+        "broadcast": (partial(dist.broadcast, src=1), integers(rank, 5, 3)),
+        "reduce": (partial(dist.reduce, dst=1), integers(rank, 300)),
         "gather": (
             lambda x, *outs: dist.gather(x, list(outs) or None, dst=0),
-            values(rank, 9),
+            integers(rank, 9),
             *(zeros(9) for _ in everybody if rank == 0),
         ),
         "scatter": (
             lambda out, *given: dist.scatter(out, list(given) or None, src=1),
             zeros(9),
-            *(values(r, 9) for r in everybody if rank == 1),
+            *(integers(r, 9) for r in everybody if rank == 1),
         ),
         "all_gather": (
             lambda x, *outs: dist.all_gather(list(outs), x),
-            values(rank, rank + 1, 3),
+            integers(rank, rank + 1, 3),
             *(zeros(r + 1, 3) for r in everybody),
         ),
-        "all_gather_single": (in_place, zeros(ranks * 50), values(rank, 50)),
+        "all_gather_single": (in_place, zeros(ranks * 50), integers(rank, 50)),
         "reduce_scatter": (
             lambda out, *given: dist.reduce_scatter(out, list(given)),
             zeros(7),
-            *(values(rank + r, 7) for r in everybody),
+            *(integers(rank + r, 7) for r in everybody),
         ),
         "reduce_scatter_single": (
             dist.reduce_scatter_tensor,
             zeros(4, 2),
-            values(rank, 4 * ranks, 2),
+            integers(rank, 4 * ranks, 2),
         ),
         "all_to_all": (
             lambda *both: dist.all_to_all(list(both[:ranks]), list(both[ranks:])),
             *(zeros(r + rank) for r in everybody),
-            *(values(rank, r + rank) for r in everybody),
+            *(integers(rank, r + rank) for r in everybody),
         ),
-        "all_to_all_single": (dist.all_to_all_single, zeros(ranks * 3), values(rank, ranks * 3)),
+        "all_to_all_single": (dist.all_to_all_single, zeros(ranks * 3), integers(rank, ranks * 3)),
         "coalesced": (
             coalesced,
-            *(values(rank, n) for n in (3, 0, 100)),
-            *(zeros(ranks * 4), values(rank, 4), zeros(ranks * 6), values(rank, 6)),
+            *(integers(rank, n) for n in (3, 0, 100)),
+            *(zeros(ranks * 4), integers(rank, 4), zeros(ranks * 6), integers(rank, 6)),
         ),
-        "peers": (peers, values(rank, 40), zeros(40), values(0, 3) if rank == 0 else zeros(3)),
+        "peers": (peers, integers(rank, 40), zeros(40), integers(0, 3) if rank == 0 else zeros(3)),
     }
 
 
@@ -348,7 +342,7 @@ def check_capture(rank: int, ranks: int, device: str) -> None:
     native = backend.find(device=torch.device(device))
     bucket = bucket_of("int8", [1000], Residuals(Feedback(), ranks), device)
     given = torch.randn(1000, generator=generator(rank, 0))
-    x, y = values(rank, 1000).to(device), given.to(device)
+    x, y = integers(rank, 1000).to(device), given.to(device)
     want_x, want_y = x.clone(), y.clone()
 
     def calls(x: torch.Tensor, y: torch.Tensor) -> None:
@@ -416,19 +410,19 @@ def generator(rank: int, step: int) -> torch.Generator:
 def check_hand_over(rank: int, ranks: int, device: str) -> None:
     """A new member gets model and optimizer on its device, by way of the host."""
     trained, new = nn.Linear(300, 21), nn.Linear(300, 21)
-    trained.weight.data.copy_(values(5, 21, 300))
+    trained.weight.data.copy_(integers(5, 21, 300))
     model = (trained if rank == 0 else new).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     if rank == 0:
         for parameter in model.parameters():
-            momentum = values(7, *parameter.shape).to(device)
+            momentum = integers(7, *parameter.shape).to(device)
             optimizer.state[parameter] = {"momentum_buffer": momentum}
     assert elastic.hand_over(model, optimizer, has=rank == 0, chunk_bytes=4096) == 0
-    assert model.weight.cpu().equal(values(5, 21, 300))
+    assert model.weight.cpu().equal(integers(5, 21, 300))
     for parameter in model.parameters():
         momentum = optimizer.state[parameter]["momentum_buffer"]
         assert momentum.device.type == parameter.device.type == device
-        assert momentum.cpu().equal(values(7, *parameter.shape))
+        assert momentum.cpu().equal(integers(7, *parameter.shape))
 
 
 # ----------------------------------------------------------------------------- the simulated device

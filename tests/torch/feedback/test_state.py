@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -18,11 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm.feedback import Residuals
 from pycomm.hooks.ddp import SavedBuckets
+from pycomm.reduction.taken import _holds
+from tests.extent import each_value, pairs
 from tests.torch.harness import (
     CODED,
     SHAPES,
     Chosen,
     alike,
+    all_equal,
     compressed,
     equal,
     gradients,
@@ -33,6 +38,7 @@ from tests.torch.harness import (
     residuals_of,
     resumed,
     values,
+    whole,
 )
 from tests.torch.pool import on_ranks
 
@@ -184,35 +190,6 @@ def test_a_frozen_parameter_keeps_its_residual(rank, size, feedback):
         near_zero(missing - owed(state)["small"])
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("options", "compiled"),
-    [
-        ({}, False),
-        ({"gradient_as_bucket_view": True}, False),
-        ({"static_graph": True}, False),
-        ({"bucket_cap_mb": 25}, True),  # torch.compile's own cuts need a first bucket of 1 MiB
-    ],
-    ids=["plain", "bucket view", "static graph", "compiled"],
-)
-def test_accumulated_steps_lose_nothing(rank, size, options, compiled):
-    model, state = compressed("int4", "residual", **options)
-    run = torch.compile(model, backend="eager") if compiled else model
-    missing = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
-    for step in range(5):
-        model.zero_grad(set_to_none=step % 2 == 0)
-        if step > 0:  # two micro-steps; static_graph=True learns from the first, which reduces
-            with model.no_sync():
-                run(gradients(rank, 10 + step)).backward()
-        run(gradients(rank, step)).backward()
-        for name, p in model.module.named_parameters():
-            missing[name] += mean(size, step)[name] - p.grad
-            if step > 0:
-                missing[name] += mean(size, 10 + step)[name]
-    debts = owed(state)
-    near_zero(*(missing[name] - debts[name] for name in CODED))
-
-
 # ------------------------------------------------------- checkpoints, other world sizes
 
 STEPS = 3  # DDP rebuilds its buckets after the first
@@ -264,12 +241,13 @@ KINDS = ["residual", "decay:0.8", "momentum:0.9"]
 STORAGES = ["float32", "bf16", "int8"]
 FEEDBACKS = [f"{k}{',' if ':' in k else ':'}storage={s}" for k in KINDS for s in STORAGES]
 WRAPPERS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "static_graph": {"static_graph": True},
-    "find_unused": {"find_unused_parameters": True},
-    "views": {"gradient_as_bucket_view": True},
+    "ddp": {},
+    "ddp in one bucket": {"bucket_cap_mb": 25},
+    "ddp with views": {"gradient_as_bucket_view": True},
+    "ddp of a static graph": {"static_graph": True},
+    "ddp with unused": {"find_unused_parameters": True},
 }
-SHARDS = {"fsdp2": (1, 4), "hsdp": (2, 2)}
+SHARDS = ["fsdp2", "hsdp"]
 WIDTH, SAVED, END = 64, 3, 6
 
 
@@ -285,6 +263,17 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(self.norm(self.first(x)).relu())
+
+
+def wrapped(kind: str, model: nn.Module) -> nn.Module:
+    """Return the model in DDP, whose buckets have few parameters, or in shards."""
+    if kind in WRAPPERS:  # the order of buckets differs before and after DDP's first step
+        return DistributedDataParallel(model, **{"bucket_cap_mb": 0.02} | WRAPPERS[kind])
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (size,))
+    if kind == "hsdp":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    return fully_shard(model, mesh=mesh)
 
 
 Maker = Callable[[nn.Module], "tuple[Any, Any]"]
@@ -316,11 +305,7 @@ def train(model: nn.Module, optimizer: Any, rank: int, steps: range) -> None:
 
 
 def fresh(make: Maker, wrapper: str) -> tuple[Any, Any, Any]:
-    if wrapper in SHARDS:
-        mesh = init_device_mesh("cpu", SHARDS[wrapper], mesh_dim_names=("replicate", "shard"))
-        model: nn.Module = fully_shard(Net(), mesh=mesh)
-    else:  # buckets of a few parameters, whose order differs before and after DDP's first step
-        model = DistributedDataParallel(Net(), bucket_cap_mb=0.02, **WRAPPERS[wrapper])
+    model = wrapped(wrapper, Net())
     return model, *make(model)
 
 
@@ -344,7 +329,7 @@ def resume(rank: int, make: Maker, wrapper: str) -> int:
 @pytest.mark.parametrize("codec", ["int8", "int4"])
 def test_each_feedback_resumes_with_the_same_bits(rank, size, codec):
     for feedback in FEEDBACKS:
-        assert resume(rank, partial(by_codec, codec=codec, feedback=feedback), "plain") == 2
+        assert resume(rank, partial(by_codec, codec=codec, feedback=feedback), "ddp") == 2
 
 
 @on_ranks(3)
@@ -365,19 +350,19 @@ def test_shards_resume_with_the_same_bits(rank, size, wrapper):
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
 def test_each_codec_resumes_with_the_same_bits_also_on_gloo(rank, size):
     for codec in ("powersgd:2", "topk:0.1", "sign", "nvfp4", "eden:bits=2,size=128"):
-        resume(rank, partial(by_codec, codec=codec), "plain")
+        resume(rank, partial(by_codec, codec=codec), "ddp")
     for codec in ("quant:bits=4,block=64,rounding=stochastic", "multiples:unit=0.5"):
-        resume(rank, partial(by_codec, codec=codec), "find_unused")
+        resume(rank, partial(by_codec, codec=codec), "ddp with unused")
 
 
 @on_ranks(2)
 def test_buckets_of_another_model_are_not_used(rank, size):
     """Buckets that are not those of the checkpoint are reduced, and the state goes on."""
-    model, optimizer, state = fresh(INT4, "plain")
+    model, optimizer, state = fresh(INT4, "ddp")
     train(model, optimizer, rank, range(SAVED))
     saved = copy.deepcopy(state.state_dict())
     saved["about"][0]["buckets"][0].append("gone.weight")
-    again, other, loaded = fresh(INT4, "plain")
+    again, other, loaded = fresh(INT4, "ddp")
     loaded.load_state_dict(saved)
     train(again, other, rank, range(3))
     assert loaded.step == state.step + 3
@@ -398,3 +383,253 @@ def test_a_failure_of_a_saved_bucket_is_raised():
     buckets.reduce(torch.ones(2), ("a",), last=True)
     with pytest.raises(pycomm.Error, match="gone"):
         buckets.finish()
+
+
+# ------------------------------------------------------------------------------ discarded gradients
+# Gradients that are reduced but never used leave nothing in the residuals. A GAN's generator step
+# makes gradients of the discriminator that the next `zero_grad` removes.
+
+
+TURNS = 12  # twice the period of what the loops below do
+
+
+def chosen(kind: str, spec: str = "int4", **options: Any) -> tuple[nn.Module, Any]:
+    model = wrapped(kind, Chosen())
+    return model, pycomm.compress(model, spec, **options)
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    return [whole(p.grad).clone() for p in model.parameters() if p.grad is not None]
+
+
+def junk(rank: int, step: int) -> dict[str, torch.Tensor]:
+    """Return gradients that are ten times larger, as those of another loss may be."""
+    return {name: 10 * g for name, g in gradients(rank, 1000 + step).items()}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "backend", "how"),
+    [
+        *((kind, "pycomm", "") for kind in (*WRAPPERS, *SHARDS)),
+        *((kind, "gloo", "") for kind in ("ddp", "fsdp2")),
+        # Optimizers that leave version counters alone.
+        *(("ddp", "pycomm", how) for how in ("fused", "foreach")),
+        ("fsdp2", "pycomm", "foreach"),
+    ],
+)
+def test_the_order_of_the_gan_tutorial(rank, size, kind, how):
+    """Results with and without the backward that is for another model have the same bits."""
+    for none in (True, False):
+        check_tutorial(kind, rank, none, {how: True} if how else {})
+
+
+def check_tutorial(kind: str, rank: int, none: bool, how: dict[str, Any]) -> None:
+    (model, state), (calm, calm_state) = chosen(kind), chosen(kind)
+    optimizer, calm_optimizer = (torch.optim.SGD(m.parameters(), 0.1, **how) for m in (model, calm))
+    other = torch.optim.SGD([nn.Parameter(torch.zeros(1))], 0.1)
+    for step in range(TURNS):
+        optimizer.zero_grad(set_to_none=none)
+        calm_optimizer.zero_grad(set_to_none=none)
+        model(gradients(rank, step)).backward()
+        calm(gradients(rank, step)).backward()
+        assert equal(grads(model), grads(calm)), step
+        if step % 5 == 3:
+            state.residual_norms()  # reading has no side effect
+        optimizer.step()
+        calm_optimizer.step()
+        # A static graph rebuilds its buckets after its second backward, which changes the owners.
+        begun = step > 2 or kind != "ddp of a static graph"
+        for _ in range(1 + step % 2):
+            if begun and step % 3 < 2:
+                model(junk(rank, step)).backward()
+            if step % 2:
+                optimizer.zero_grad(set_to_none=none)
+        other.step()
+    calm_optimizer.zero_grad()
+    assert equal(*(residuals_of(s.state_dict()) for s in (state, calm_state)))
+    assert all(worker > 0 for worker, _ in state.residual_norms().values())
+
+
+def sgd(model: nn.Module) -> Callable[[], None]:
+    return torch.optim.SGD(model.parameters(), 0.1).step
+
+
+def by_hand(model: nn.Module) -> Callable[[], None]:
+    def step() -> None:
+        for p in model.parameters():
+            p.data.add_(p.grad, alpha=-0.1)
+
+    return step
+
+
+@on_ranks(2)
+@each_value
+@pytest.mark.parametrize(
+    ("kind", "update", "synced"),
+    pairs([*WRAPPERS, "fsdp2"], [sgd, by_hand], [False, True]),
+)
+def test_gradients_that_add_up_are_not_thrown_away(rank, size, kind, update, synced):
+    """Gradients of two backwards add up and are then used: sent and residual values all count."""
+    model, state = chosen(kind)
+    # torch.compile's own cuts need a first bucket of 1 MiB.
+    run = torch.compile(model, backend="eager") if kind == "ddp in one bucket" else model
+    update = update(model)
+    missing = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(TURNS):
+        model.zero_grad(set_to_none=step % 2 == 0)
+        for part in (0, 1):
+            if kind == "fsdp2":
+                model.set_requires_gradient_sync(synced or part == 1)
+                model(gradients(rank, 2 * step + part)).backward()
+            elif part == 0 and not synced and step > 0:  # a static graph is learnt from the first
+                with model.no_sync():
+                    run(gradients(rank, 2 * step)).backward()
+            else:
+                run(gradients(rank, 2 * step + part)).backward()
+        update()
+        for name, p in getattr(model, "module", model).named_parameters():
+            both = (mean(size, 2 * step + part)[name] for part in (0, 1))
+            missing[name] += sum(both) - whole(p.grad)
+    model.zero_grad()
+    debts = owed(state)
+    assert all(debts[name].any() for name in CODED)
+    near_zero(*(missing[name] - debts[name] for name in SHAPES), atol=1e-4)
+
+
+DISCARDED = [("residual", "int4"), ("momentum", "topk:0.1")]
+
+
+@on_ranks(2)
+@each_value
+@pytest.mark.parametrize(
+    ("kind", "feedback", "spec"),
+    [
+        *((kind, *how) for kind in ("ddp", "fsdp2") for how in DISCARDED),
+        ("ddp", "residual", "powersgd:2"),
+    ],
+)
+def test_discard(rank, size, kind, feedback, spec):
+    """If it is unknown which code moves the parameters, or when, the user can call discard()."""
+    (model, state), (calm, _) = (chosen(kind, spec, feedback=feedback) for _ in range(2))
+    state.discard()  # nothing to discard yet
+    for step in range(8):
+        for m in (model, calm):
+            m.zero_grad()
+            m(gradients(rank, step)).backward()
+        assert equal(grads(model), grads(calm)), step
+        by_hand(model)()
+        model.zero_grad()
+        if step % 2:
+            model(junk(rank, step)).backward()
+            state.discard()
+            by_hand(model)()  # moves the parameters in any way
+
+
+# ---------------------------------------------------------------------------------- taken gradients
+# Gradients that somebody takes are never believed to be thrown away, whatever shows of it.
+#
+# Each test compares all that has arrived, and all that is owed in the end, with all gradients.
+
+
+SIDE = 64
+
+
+def given(rank: int, step: int, number: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 100 * number + rank)
+    return torch.randn(SIDE, SIDE, generator=generator)
+
+
+def all_ranks(total: torch.Tensor) -> torch.Tensor:
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+@on_ranks(2)
+@each_value
+@pytest.mark.parametrize("used", [1, 3])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_gradients_of_zeros_say_nothing_about_others(rank, size, kind, used):
+    """Gradients add up over two backwards; most of them are zero."""
+    shapes = {f"expert{i}": (SIDE, SIDE) for i in range(8)}
+    module = Chosen(shapes)
+    model: Any = DistributedDataParallel(module) if kind == "ddp" else fully_shard(module)
+    state = pycomm.compress(model, "int4")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    got, want = ([torch.zeros(SIDE, SIDE) for _ in range(used)] for _ in range(2))
+    for step in range(6):
+        optimizer.zero_grad()
+        for part in (0, 1):
+            parts = [given(rank, 2 * step + part, i) for i in range(used)]
+            zeros = [torch.zeros(SIDE, SIDE)] * (len(shapes) - used)
+            model(dict(zip(shapes, [*parts, *zeros], strict=True))).backward()
+            want = [total + part for total, part in zip(want, parts, strict=True)]
+        for total, parameter in zip(got, module.parameters(), strict=False):
+            total += whole(parameter.grad)
+        optimizer.step()
+    optimizer.zero_grad()
+    debts = owed(state, dict(list(shapes.items())[:used])).values()
+    for arrived, debt, total in zip(got, debts, want, strict=True):  # of values around 10
+        near_zero(arrived + debt - all_ranks(total), atol=1e-4)
+
+
+@on_ranks(2, then=all_equal)
+@each_value
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("feedback", ["residual", "decay"])
+def test_join_stands_in_for_a_rank_without_data(rank, size, feedback, unused):
+    """Where a rank has no more data, nobody steps: the others take what it helps to reduce."""
+    module = Chosen({"weight": (SIDE, SIDE), "other": (SIDE, SIDE)})
+    model = DistributedDataParallel(module, find_unused_parameters=unused)
+    state = pycomm.compress(model, "int4", feedback=feedback)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    got, want = torch.zeros(SIDE, SIDE), torch.zeros(SIDE, SIDE)
+    for epoch in range(2):
+        with Join([model]):
+            for step in range(3 + 6 * (rank == 0)):
+                gradient = given(rank, 20 * epoch + step)
+                other = {} if unused and step % 2 else {"other": gradient}
+                model({"weight": gradient} | other).backward()
+                want += gradient
+                got += module.weight.grad
+                optimizer.step()
+                optimizer.zero_grad()
+    if feedback == "residual":
+        dist.broadcast(got, 0)  # of the rank that took them all
+        debt = owed(state, {"weight": (SIDE, SIDE)})["weight"]
+        near_zero(got + debt - all_ranks(want), atol=1e-4)
+    return module.weight.detach()
+
+
+@on_ranks(2)
+def test_parameters_that_loading_replaces(rank, size):
+    """FSDP2 takes what `load_state_dict(assign=True)` has put in its parameters' places."""
+
+    def train(replaces: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = fully_shard(nn.Linear(SIDE, SIDE, bias=False))
+        pycomm.compress(model, "int4")
+        found = []
+        for step in range(8):
+            if step in (0, 3) and (replaces or step == 0):
+                saved = {n: nn.Parameter(p.detach().clone()) for n, p in model.named_parameters()}
+                model.load_state_dict(saved, assign=True)
+                optimizer = torch.optim.SGD(model.parameters(), 0.1 * 0.5**step)
+            (model(torch.eye(SIDE)) * given(rank, step)).sum().backward()
+            found.append(whole(model.weight.grad).clone())
+            optimizer.param_groups[0]["lr"] *= 0.5
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    assert equal(train(True), train(False))
+
+
+def test_one_value_that_is_not_zero_is_found():
+    gradient = torch.zeros(1000)
+    assert not _holds(gradient)
+    for place in range(1000):  # some of them are among those that are looked at first
+        gradient[place] = 1
+        assert _holds(gradient), place
+        gradient[place] = 0

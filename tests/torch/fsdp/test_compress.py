@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -30,10 +30,12 @@ from tests.torch.harness import (
     CODED,
     WIDTH,
     Chosen,
+    Turn,
     all_equal,
     equal,
     heard,
     inputs,
+    integers,
     lost,
     near_zero,
     network,
@@ -47,6 +49,7 @@ from tests.torch.harness import (
     train,
     values,
     whole,
+    with_complex_numbers,
 )
 from tests.torch.pool import on_ranks
 
@@ -60,17 +63,19 @@ def mesh_of(size: int, shape: str) -> DeviceMesh:
     return init_device_mesh("cpu", (size,))
 
 
-def sharded(size: int, shape: str = "fsdp", **options: Any) -> nn.Module:
+def sharded(
+    size: int,
+    shape: str = "fsdp",
+    make: Callable[[], nn.Sequential] = network,
+    **options: Any,
+) -> nn.Module:
     """Return a network with sharded blocks."""
-    model = network()
-    if shape == "replicate":
-        for layer in (model[0], model[3]):
-            replicate(layer, **options)
-        return replicate(model, **options)
-    mesh = mesh_of(size, shape)
-    for layer in (model[0], model[3]):
-        fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
+    model = make()
+    blocks = [layer for layer in model if isinstance(layer, (nn.Linear, Turn))][:-1]
+    shard = replicate if shape == "replicate" else partial(fully_shard, mesh=mesh_of(size, shape))
+    for part in (*blocks, model):
+        shard(part, **options)
+    return model
 
 
 def trained(
@@ -79,34 +84,30 @@ def trained(
     spec: Any,
     shape: str = "fsdp",
     steps: int = 4,
-    options: dict[str, Any] | None = None,
+    **options: Any,
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Return parameters and losses after some steps."""
-    model = sharded(size, shape, **options or {})
+    model = sharded(size, shape, **options)
     if spec is not None:
         pycomm.compress(model, spec)
     losses = train(model, rank, range(steps))
     return values(model), losses
 
 
-SHAPED = [
-    *(("fsdp", *case) for case in (("pycomm", 2), ("pycomm", 3), ("gloo", 2))),
-    *((shape, b, n) for shape, n in (("hsdp", 4), ("replicate", 2)) for b in ("pycomm", "gloo")),
-]
-
-
-@on_ranks()
-@pytest.mark.parametrize(("shape", "backend", "ranks"), SHAPED)
-def test_exact_gradients_are_those_without_a_codec(rank, size, shape):
-    (a, _), (b, _) = (trained(rank, size, spec, shape) for spec in (None, "fp32"))
-    assert equal(a, b)
-
-
 @on_both(then=all_equal)
-@pytest.mark.parametrize(("shape", "ranks"), [("fsdp", 2), ("fsdp", 3), ("hsdp", 4)])
-def test_other_backends_give_the_same_bits(rank, size, shape):
-    specs = ("int8", "int4:rounding=stochastic")
-    return [p for spec in specs for p in trained(rank, size, spec, shape, 3)[0]]
+@pytest.mark.parametrize(
+    ("shape", "ranks"), [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("replicate", 2)]
+)
+def test_exact_gradients_are_those_without_a_codec(rank, size, shape):
+    """And coded ones are the same on all backends; complex numbers always travel exactly."""
+    specs = (None, "fp32", "int8", "int4:rounding=stochastic")
+    alike = size != 3  # else Gloo adds them in its own order, and without pycomm complex ones
+    make = with_complex_numbers if alike else network
+    plain, exact, *coded = (trained(rank, size, spec, shape, make=make)[0] for spec in specs)
+    if alike or dist.get_backend() == "pycomm":
+        assert equal(plain, exact)
+    assert not equal(plain, coded[0])
+    return exact, coded
 
 
 @on_both(2)
@@ -270,9 +271,12 @@ def test_unused_and_frozen_parameters(rank, size):
 
 @on_ranks()
 @BOTH
-def test_divide_factors(rank, size, shape):
+@pytest.mark.parametrize("coded", [True, False])
+def test_divide_factors(rank, size, shape, coded):
     for force in (False, True):
-        model, _ = chosen(size, Policy("fp32", ()), shape)
+        model = fully_shard(Odd(), mesh=mesh_of(size, shape))
+        if coded:
+            pycomm.compress(model, Policy("fp32", ()))
         model.set_force_sum_reduction_for_comms(force)
         want = average(size, 0)["big"]
         torch.testing.assert_close(reduced(model, gradients(rank, 0))["big"], want)
@@ -281,14 +285,16 @@ def test_divide_factors(rank, size, shape):
         torch.testing.assert_close(got, want * size / 8)
 
 
-@on_ranks(2, then=all_equal)
-@pytest.mark.parametrize("dtypes", [(BF16, torch.float32), (BF16, BF16)], ids=str)
+@on_both(2, then=all_equal)
+@pytest.mark.parametrize(
+    "dtypes", [(BF16, torch.float32), (BF16, BF16), (torch.float16,) * 2], ids=str
+)
 def test_mixed_precision(rank, size, dtypes):
     options = {"mp_policy": MixedPrecisionPolicy(*dtypes)}
-    reached, losses = trained(rank, size, "int8", "fsdp", 20, options)
+    reached, losses = trained(rank, size, "int8", "fsdp", 20, **options)
     assert losses[-1] < losses[0] - 0.5
-    plain, _ = trained(rank, size, None, "fsdp", 1, options)
-    coded, _ = trained(rank, size, "fp32", "fsdp", 1, options)
+    plain, _ = trained(rank, size, None, "fsdp", 1, **options)
+    coded, _ = trained(rank, size, "fp32", "fsdp", 1, **options)
     assert equal(plain, coded)
     return reached
 
@@ -434,15 +440,11 @@ def test_unknown_futures_are_awaited_at_once(wrapped):
 # DTensor, DeviceMesh, checkpoints and pipelines on pycomm, as on Gloo.
 
 
-def integers(*shape: int) -> torch.Tensor:
-    return (torch.arange(torch.Size(shape).numel()) % 7 - 3).float().reshape(shape)
-
-
 @on_both()
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_redistribute_between_all_placements(rank, size):
     mesh = init_device_mesh("cpu", (size,))
-    whole = integers(5, 6)  # no multiple of the number of ranks
+    whole = integers(0, 5, 6)  # no multiple of the number of ranks
     seen = [distribute_tensor(whole, mesh, [Shard(dim)]).to_local() for dim in (0, 1)]
     ways = [Replicate(), Shard(0), Shard(1), Partial(), Partial("max"), Partial("avg")]
     for before, after in itertools.product(ways, [Replicate(), Shard(0), Shard(1)]):
@@ -477,71 +479,6 @@ def test_pipelines(pool):
     # This is another schedule of the same micro-batches, with the same sums in the same order.
     assert equal(gpipe, one_forward_one_backward)
     assert gpipe[0][1].shape == (2 * WIDTH, WIDTH)
-
-
-def sharded_blocks(mesh: DeviceMesh, **options: Any) -> FSDPModule:
-    model = perceptron()
-    for block in model:
-        fully_shard(block, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def train_plainly(model: nn.Module, rank: int) -> list[torch.Tensor]:
-    """Return the norms of the gradients, followed by the parameters."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    seen = []
-    for step in range(3):
-        optimizer.zero_grad()
-        model(inputs(rank, step)).square().mean().backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.01)
-        seen.append(norm.full_tensor().detach().clone())
-        optimizer.step()
-    return seen + [p.full_tensor().detach().clone() for p in model.parameters()]
-
-
-def one_state(results: list[Any]) -> None:
-    (a, whole), (b, nothing) = results
-    assert equal(a, b)
-    assert len(whole) == 8
-    assert equal(nothing, whole)
-
-
-@on_both(2, then=one_state)
-@pytest.mark.parametrize(
-    "dtypes",
-    [None, (torch.bfloat16, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float16,) * 2],
-    ids=str,
-)
-def test_fsdp2(rank, size, dtypes):
-    mesh = init_device_mesh("cpu", (size,))
-    policy = MixedPrecisionPolicy(*dtypes) if dtypes else MixedPrecisionPolicy()
-    model = sharded_blocks(mesh, mp_policy=policy)
-    seen = train_plainly(model, rank)
-    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    return seen, dict(whole)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradient_divide_factor(rank, size, dtype):
-    """Gloo fails here, so this compares with the plain average: powers of two are exact."""
-    found = []
-    for factor in (None, 8.0):
-        policy = MixedPrecisionPolicy(reduce_dtype=dtype)
-        model = sharded_blocks(init_device_mesh("cpu", (size,)), mp_policy=policy)
-        for module in model.modules() if factor else ():
-            if isinstance(module, FSDPModule):
-                module.set_gradient_divide_factor(factor)
-        model(inputs(rank, 0)).square().mean().backward()
-        found.append([p.grad.full_tensor() for p in model.parameters()])
-    plain, scaled = found
-    assert any(gradient.any() for gradient in plain)
-    assert equal(scaled, [g / 4 for g in plain])
-
-
-@on_both(4, then=all_equal)
-def test_hsdp(rank, size):
-    return train_plainly(sharded_blocks(mesh_of(size, "hsdp")), rank)
 
 
 # -------------------------------------------------------------------------------------- checkpoints

@@ -14,9 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,6 +28,7 @@ from tests.torch.harness import (
     SHAPES,
     Chosen,
     Multiples,
+    alike,
     all_equal,
     compressed,
     equal,
@@ -45,9 +43,9 @@ from tests.torch.harness import (
     reduced,
     train,
     values,
+    with_complex_numbers,
 )
-from tests.torch.pool import on_ranks
-from tests.torch.reduction.test_saved_state import PATIENT
+from tests.torch.pool import PATIENT, on_ranks
 
 BF16, FP16 = torch.bfloat16, torch.float16
 STEPS = 6  # DDP rebuilds its buckets after the first
@@ -59,10 +57,12 @@ def trained(
     spec: Any,
     steps: int = STEPS,
     dtype: torch.dtype = torch.float32,
+    model: nn.Module | None = None,
     **options: Any,
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Return parameters and losses after some steps."""
-    model = DistributedDataParallel(network().to(dtype), bucket_cap_mb=0.02, **options)
+    model = model or network().to(dtype)
+    model = DistributedDataParallel(model, **{"bucket_cap_mb": 0.02, **options})
     if spec is not None:
         pycomm.compress(model, spec)
     losses = train(model, rank, range(steps), dtype)
@@ -101,11 +101,11 @@ def test_other_gradient_dtypes(rank, size, dtype, spec):
 # ------------------------------------------------------- gradients chosen by the test
 
 
-@on_ranks()
+@on_ranks(then=all_equal)
 @each_value
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
-@pytest.mark.parametrize("spec", ["int4", "multiples"])  # the second is of tests/torch/harness.py
+@pytest.mark.parametrize("spec", ["int4", "multiples", "powersgd:2"])
 def test_feedback_loses_nothing_over_new_buckets(rank, size, spec):
     model, state = compressed(spec)
     missing = lost(model, rank, range(6), ["small", "bias", "big"])
@@ -113,7 +113,10 @@ def test_feedback_loses_nothing_over_new_buckets(rank, size, spec):
     assert len(layouts) > len(set(map(frozenset, layouts))) or len(layouts) > 2, layouts
     debts = owed(state)
     assert all(debts[name].any() == (name in CODED) for name in SHAPES)
-    near_zero(*(missing[name] - debts[name] for name in SHAPES))
+    # PowerSGD's vectors take a few dozen float32 operations on values around 3.
+    atol = 1e-4 if spec == "powersgd:2" else 1e-5
+    near_zero(*(missing[name] - debts[name] for name in SHAPES), atol=atol)
+    return missing
 
 
 # ------------------------------------------------------------------ a registered codec
@@ -349,111 +352,29 @@ def test_gradients_in_another_memory_format_are_those_of_contiguous_ones(rank, s
 
 
 # ------------------------------------------------------------------------------------------ complex
-# Complex parameters are reduced exactly, as two reals each, by every wrapper and backend.
+# Complex parameters are reduced exactly, as two reals each; fsdp/test_compress.py has shards.
 
 
 BACKENDS = ["pycomm", "gloo"]
 
 
-class Waves(nn.Module):
-    """A complex matrix between real ones, in a shared bucket and in one of its own."""
-
-    def __init__(self, dtype: torch.dtype = torch.complex64) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(64, 64)
-        self.turn = nn.Parameter(torch.randn(64, 64, dtype=dtype))
-        self.last = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last((self.first(x).to(self.turn.dtype) @ self.turn).abs().float())
-
-
-def waves(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(8, 64, generator=torch.Generator().manual_seed(100 * step + rank))
-
-
-def train_waves(model: nn.Module, rank: int) -> list[torch.Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(4):
-        optimizer.zero_grad()
-        model(waves(rank, step)).square().mean().backward()
-        optimizer.step()
-    found = [getattr(p, "full_tensor", lambda p=p: p)().detach() for p in model.parameters()]
-    return [torch.view_as_real(p).clone() if p.is_complex() else p.clone() for p in found]
-
-
-def ddp(rank: int, size: int, spec: Any, dtype: torch.dtype, mb: float) -> list[torch.Tensor]:
-    os.environ["DDP_DISABLE_COMM_MEM"] = "1"  # buckets in ordinary memory
-    try:
-        options = {"bucket_cap_mb": mb, "gradient_as_bucket_view": mb < 1}
-        model = DistributedDataParallel(Waves(dtype), **options)
-        if spec is not None:
-            pycomm.compress(model, spec, feedback="residual")
-        return train_waves(model, rank)
-    finally:
-        del os.environ["DDP_DISABLE_COMM_MEM"]
-
-
-WAYS = [(dtype, mb) for dtype in (torch.complex64, torch.complex128) for mb in (25, 0.02)]
-
-
 @on_both(2, then=all_equal)
-def test_ddp_has_the_bits_of_plain_ddp(rank, size):
-    plain, exact, coded = (
-        [ddp(rank, size, spec, *way) for way in WAYS] for spec in (None, "fp32", "int8")
-    )
-    assert equal(exact, plain)
-    for got, want in zip(coded, plain, strict=True):
-        # [turn, first.weight, ...]: the reals were compressed.
-        assert not torch.equal(got[1], want[1])
-    return plain, coded
-
-
-@on_ranks(2, backend="gloo", then=all_equal)
-def test_no_policy_compresses_complex_numbers(rank, size):
-    specs = (Policy("powersgd:2", ()), "auto", "int4 warmup=2")
-    return [p for spec in specs for p in ddp(rank, size, spec, torch.complex64, 25)]
-
-
-class Turn(nn.Module):
-    """A model with one dtype per FSDP2 unit."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.weight = nn.Parameter(torch.randn(64, 65, dtype=torch.complex64))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x.to(torch.complex64) @ self.weight).abs()
-
-
-def sharded(rank: int, size: int, spec: Any, shape: str) -> list[torch.Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), Turn(), nn.Linear(65, 64))
-    mesh = init_device_mesh("cpu", (size,))
-    if shape == "hsdp":
-        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
-    for part in (*model, model):
-        if shape == "replicate":
-            replicate(part)
-        else:
-            fully_shard(part, mesh=mesh)
-    if spec is not None:
-        state = pycomm.compress(model, spec)
-        assert "complex numbers travel exactly" in state.summary()
-    return train_waves(model, rank)
-
-
-@on_ranks(then=all_equal)
-@each_value
-@pytest.mark.parametrize(("shape", "ranks"), [("fsdp", 2), ("hsdp", 4), ("replicate", 2)])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_fsdp2_has_the_bits_of_plain_fsdp2(rank, size, shape):
-    plain, exact, coded = (sharded(rank, size, spec, shape) for spec in (None, "fp32", "int8"))
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("mb", [25, 0.02])
+def test_ddp_has_the_bits_of_plain_ddp(rank, size, dtype, mb):
+    """Complex matrices between real ones, in a shared bucket and in one of their own."""
+    found = []
+    specs = (None, "fp32", "int8", Policy("powersgd:2", ()), "auto", "int4 warmup=2")
+    with patch.dict(os.environ, DDP_DISABLE_COMM_MEM="1"):  # buckets in ordinary memory
+        for spec in specs:
+            options = {"bucket_cap_mb": mb, "gradient_as_bucket_view": mb < 1}
+            model = with_complex_numbers(dtype)
+            found.append(trained(rank, size, spec, 4, model=model, **options)[0])
+    plain, exact, coded, factors, auto, warmed = found
     assert equal(exact, plain)
     assert not equal(coded, plain)
-    return coded
+    assert alike(*auto)  # which chooses codecs by the clock
+    return exact, coded, factors, warmed
 
 
 @on_ranks(2)

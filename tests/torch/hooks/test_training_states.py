@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -33,9 +32,8 @@ from tests.torch.harness import (
     batch,
     equal,
     inputs,
-    near_zero,
     network,
-    train_step,
+    train,
     values,
 )
 from tests.torch.pool import on_ranks
@@ -58,32 +56,6 @@ class Layers(nn.Module):
         for number in used:
             x = self.all[number](x)
         return x
-
-
-def joined(rank: int, spec: Any, uneven: bool) -> list[torch.Tensor]:
-    model = DistributedDataParallel(Layers(2), find_unused_parameters=True)
-    state = pycomm.compress(model, spec) if spec else None
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    with Join([model]):
-        for step in range(4 + 5 * rank * uneven):
-            optimizer.zero_grad()
-            model(batch(rank, step)[0], *(0, 1)[: 2 - step % 2]).square().mean().backward()
-            optimizer.step()
-    assert alike(*model.parameters())
-    assert state is None or state.overflows == 0
-    return values(model)
-
-
-@on_ranks(2)
-@each_value
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("uneven", [True, False])
-def test_join_with_unused_parameters(rank, size, uneven):
-    plain, exact, coded = (joined(rank, spec, uneven) for spec in (None, "fp32", "int8"))
-    # The last rank trains alone at the end, and DDP divides its gradients before the sum.
-    near_zero(*(a - b for a, b in zip(plain, exact, strict=True)), atol=1e-6)
-    for a, b in zip(plain, coded, strict=True):
-        assert (a - b).norm() < 0.01 * a.norm()
 
 
 # --------------------------------------------------------------------------- sparse
@@ -133,18 +105,12 @@ def test_sparse_gradients_travel_exactly(rank, size, mb):
 # --------------------------------------------------------------------------- copies
 
 
-def steps(model: nn.Module, rank: int, numbers: range) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    for step in numbers:
-        train_step(model, optimizer, rank, step)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("spec", ["int8", "powersgd:2"])
 def test_copies_and_whole_models_in_files(rank, size, spec):
     model = DistributedDataParallel(network())
     state = pycomm.compress(model, spec)
-    steps(model, rank, range(3))
+    train(model, rank, range(3))
     owed = state.residual_norms()
     average = AveragedModel(model)
     average.update_parameters(model)
@@ -158,17 +124,18 @@ def test_copies_and_whole_models_in_files(rank, size, spec):
     # The original is unaffected; a copy is exact until it is compressed itself.
     reference = DistributedDataParallel(network())
     pycomm.compress(reference, spec)
-    steps(reference, rank, range(5))
-    steps(model, rank, range(3, 5))
+    for part in (range(3), range(3, 5)):
+        train(reference, rank, part)
+    train(model, rank, range(3, 5))
     assert equal(values(model), values(reference))
     exact = DistributedDataParallel(copy.deepcopy(twin.module))
     for other in (twin, loaded, exact):
-        steps(other, rank, range(3, 4))
+        train(other, rank, range(3, 4))
     assert equal(values(twin), values(exact))
     assert equal(values(loaded), values(exact))
     for other in (twin, loaded):
         again = pycomm.compress(other, spec)
-        steps(other, rank, range(4, 6))
+        train(other, rank, range(4, 6))
         assert alike(*other.parameters())
         assert again.step == 2
     with pytest.raises(pycomm.Error, match="compressed already"):
@@ -189,7 +156,7 @@ def test_copies_and_whole_models_in_files(rank, size, spec):
 def test_copies_of_a_model_that_chooses_its_codecs(rank, size):
     model = DistributedDataParallel(network())
     pycomm.compress(model, "auto")
-    steps(model, rank, range(3))
+    train(model, rank, range(3))
     torch.save(model, io.BytesIO())
     copy.deepcopy(model)
 
@@ -245,14 +212,14 @@ def test_all_codecs_of_a_policy_are_checked_at_once(rank, size):
     # "auto" does not consider such codecs.
     model = fully_shard(network(), mesh=mesh)
     state = pycomm.compress(model, "auto error=1")
-    steps(model, rank, range(40))
+    train(model, rank, range(40))
     assert state.step == 40
     for spec in ("powersgd:2", "int4 3:powersgd:2"):
         with pytest.raises(ValueError, match="feedback of the kind residual, not momentum"):
             pycomm.compress(DistributedDataParallel(network()), spec, feedback="momentum:0.9")
     model = DistributedDataParallel(network())
     state = pycomm.compress(model, "auto error=1", feedback="momentum:0.9")
-    steps(model, rank, range(40))
+    train(model, rank, range(40))
     assert state.step == 40
 
 

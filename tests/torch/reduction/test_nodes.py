@@ -1,10 +1,15 @@
-"""By nodes on any backend: exact in a node, coded between nodes, with the bits of the core."""
+"""Buckets over Gloo: by nodes with the bits of the core, and beside backward.
+
+By nodes gradients are exact in a node and coded between nodes, on any backend.
+"""
 
 from __future__ import annotations
 
 import gc
 import itertools
 import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,11 +23,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm import backend
 from pycomm.codecs.convert import convert
 from pycomm.feedback import Feedback, Residuals
 from pycomm.local_sgd import Blocking, Streamed
 from pycomm.policy.exchange import bytes_of
+from pycomm.reduction import own_group
+from pycomm.reduction.own_group import ExchangeThread
 from pycomm.reduction.nodes import Nodes
+from tests.ranks import in_child
 from tests.torch.harness import (
     Chosen,
     all_equal,
@@ -32,7 +41,7 @@ from tests.torch.harness import (
     owed,
     reduced,
 )
-from tests.torch.interpreter import Interpreter
+from tests.torch.interpreter import Interpreter, launch
 from tests.torch.pool import on_ranks
 
 SHAPES = {"large": (256, 256), "odd": (255, 257), "bias": (50,), "small": (40, 70)}
@@ -46,6 +55,8 @@ CODECS: list[tuple[str, str | bool]] = [
     ("lossless", False),
     ("fp32", True),
 ]
+FIXED = "int4 factors=off"
+"""Of new factors residuals have other units, and are rounded in int8: these stay to the bit."""
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -69,34 +80,27 @@ def train(
 
 
 ON_NODE = """
-import sys
+import os, sys
+rank = int(os.environ["RANK"])
+os.environ["PYCOMM_HOST_ID"] = f"node{rank // 2}"
 from tests.torch.reduction import test_nodes
-getattr(test_nodes, sys.argv[1])(int(sys.argv[2]), sys.argv[3])
+getattr(test_nodes, sys.argv[1])(rank, sys.argv[2])
 """
 
 
 def run_on_nodes(function: str, folder: Path, **env: str) -> None:
     """Run a function of this file, of a rank and a folder, on four ranks of two nodes."""
     env = {"PYCOMM_ALGO": "hierarchical", **env}
-    ranks = [
-        Interpreter(
-            *("-c", ON_NODE, function, str(rank), str(folder)),
-            variables={**env, "PYCOMM_HOST_ID": f"node{rank // 2}"},
-            merged=True,
-        )
-        for rank in range(4)
-    ]
-    for rank in ranks:
-        assert rank.wait(200) == 0, rank.output()
+    launch("-c", ON_NODE, function, str(folder), folder=folder, ranks=4, **env)
 
 
 def on_both_carriers(rank: int, folder: str, cases: list[Any], train: Any) -> Iterator[Any]:
     """Yield each case, and what it finds by the core and by Gloo."""
     for number, case in enumerate(cases):
         found = []
-        for backend, told in (("pycomm", "core ("), ("gloo", "by nodes: 2 nodes of 2 ranks")):
-            store = dist.FileStore(f"{folder}/{backend}{number}", 4)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=4)
+        for carrier, told in (("pycomm", "core ("), ("gloo", "by nodes: 2 nodes of 2 ranks")):
+            store = dist.FileStore(f"{folder}/{carrier}{number}", 4)
+            dist.init_process_group(carrier, store=store, rank=rank, world_size=4)
             result, summary = train(rank, case)
             assert told in summary, summary
             found.append(result)
@@ -239,33 +243,39 @@ def test_resharded_residuals_are_sent_whole(rank, ranks, nodes):
 
 
 @on_ranks(4, backend="gloo")
-def test_the_groups_go_with_the_state(rank, ranks):
-    groups = distributed_c10d._world.pg_map
+def test_groups_and_thread_go_with_the_state(rank, ranks):
+    groups, threads = distributed_c10d._world.pg_map, set(threading.enumerate())
     before = len(groups)
     model = DistributedDataParallel(Chosen(SHAPES))
     state = compressed_on([0, 0, 1, 1], model, "int4")
     reduced(model, gradients(rank, 0, shapes=SHAPES))
     assert len(groups) == before + 3  # and that of the thread
+    (thread,) = set(threading.enumerate()) - threads
     del model, state
     gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
     assert len(groups) == before
 
 
 @on_ranks(4, backend="gloo", dies=[3], timeout=5)
-def test_a_rank_that_dies_leaves_no_result(rank, ranks):
-    """Ranks of its node and of its place have an error, in time; no rank takes a step as finite."""
-    model = DistributedDataParallel(Chosen(SHAPES))
-    state = compressed_on([0, 0, 1, 1], model, "int4")
-    reduced(model, gradients(rank, 0, shapes=SHAPES))
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], None], ids=str)
+def test_a_rank_that_dies_is_an_error_of_backward(rank, ranks, nodes):
+    """In time, also on ranks of its node and of its place; no rank takes a step as finite."""
+    model = DistributedDataParallel(Chosen(SHAPES), bucket_cap_mb=0.2)
+    state = compressed_on(nodes, model, FIXED)
+    for step in range(2):  # DDP makes its buckets anew between these
+        reduced(model, gradients(rank, step, shapes=SHAPES))
     state.settle()
-    residuals = state.residual_norms()
+    norms = state.residual_norms()
     if rank == 3:
         os._exit(0)
-    with pytest.raises(RuntimeError):
-        reduced(model, gradients(rank, 1, shapes=SHAPES))
-    state.discard()
-    state.settle()
-    assert state.residual_norms() == residuals
+    with pytest.raises(RuntimeError, match="reduce"):  # with the place that has failed
+        reduced(model, gradients(rank, 2, shapes=SHAPES))
+    state.settle()  # ends, and takes the residuals back
+    assert state.residual_norms() == norms
+    with pytest.raises(RuntimeError):  # at once: its group is of no use
+        state.reduce(torch.ones(256 * 256), ["large"])
 
 
 # ------------------------------------------------------------------ rows, as FSDP2 has them
@@ -343,3 +353,188 @@ def test_shards_of_fsdp_are_reduced_by_nodes(tmp_path):
         for ours, theirs in zip(by_nodes, alike, strict=True):
             assert not torch.equal(ours, theirs)
             torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-4)
+
+
+# ---------------------------------------------------------------------------------- beside backward
+# Buckets over Gloo are reduced by a thread with its own group.
+
+
+WIDTH = 256  # a weight has 65,536 values, and a bucket of its own
+LAYERS = 4
+
+
+def wrapped(**options: Any) -> DistributedDataParallel:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
+    return DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=0.2, **options)
+
+
+def backward(model: nn.Module, rank: int, step: int = 0) -> None:
+    x = torch.full((2, WIDTH), 1.0 + rank + step)
+    model(x).square().mean().backward()
+
+
+@on_ranks(2, backend="gloo")
+@pytest.mark.parametrize("codec", ["int4", "topk:0.05", "lossless", "fp32"])
+def test_a_bucket_travels_while_backward_goes_on(rank, ranks, codec):
+    """The exchange of the first bucket begins when the last hook has been called."""
+    model = wrapped()
+    state = pycomm.compress(model, codec)
+    backward(model, rank)
+    last, waited = threading.Event(), []
+    model.module[0].bias.register_hook(lambda grad: last.set())
+    state.reducer.thread.run(torch.ones(1), lambda: waited.append(last.wait(60)))
+    backward(model, rank, 1)
+    assert waited == [True]
+
+
+@on_ranks(3, backend="gloo")
+def test_operations_of_the_user_are_not_mispaired(rank, ranks):
+    """Between the hooks, on the model's own group, while buckets travel."""
+    model = wrapped()
+    pycomm.compress(model, "int8")
+    sums: list[torch.Tensor] = []
+
+    def add(grad: torch.Tensor) -> None:
+        mine = torch.full((5,), float(rank + len(sums)))
+        dist.all_reduce(mine)
+        sums.append(mine)
+
+    for layer in model.module:
+        layer.weight.register_hook(add)
+    for step in range(3):
+        backward(model, rank, step)
+    assert [float(s[0]) for s in sums] == [3.0 + 3 * i for i in range(3 * LAYERS)]
+
+
+@on_ranks(2, backend="gloo")
+def test_a_signal_ends_the_wait_for_a_step(rank, ranks):
+    model = wrapped()
+    state = pycomm.compress(model, "int4")
+    release = threading.Event()
+    state.reducer.thread.run(torch.ones(1), lambda: release.wait() and torch.ones(()))
+    state.reduce(torch.ones(WIDTH * WIDTH), ["0.weight"])
+    old = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            state.settle()
+    finally:
+        signal.signal(signal.SIGALRM, old)
+        release.set()
+    state.settle()
+
+
+@on_ranks(2, backend="gloo")
+def test_who_gets_a_result_may_fork(rank, ranks):
+    """A child has no thread that would end the wait for a step."""
+    thread = ExchangeThread(dist.group.WORLD)
+    begins, known = threading.Event(), []
+    tensor = torch.ones(1)
+    future, is_finite = thread.run(tensor, lambda: begins.wait(60) and torch.ones(()))
+
+    def ask() -> None:
+        signal.alarm(20)  # ends a child that waits
+        assert is_finite()
+
+    at_result = future.then(lambda _: known.append(in_child(ask)))
+    begins.set()
+    at_result.wait()
+    assert known == ["returned"]
+
+
+ENDS = """
+import threading, torch, torch.distributed as dist
+from pycomm.reduction.own_group import ExchangeThread
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+thread, runs = ExchangeThread(dist.group.WORLD), threading.Event()
+def reduce():
+    runs.set()
+    x = torch.ones(600, 600)
+    for _ in range(25):  # a tenth of what the end waits for, on an idle machine
+        x = x @ x * 0
+thread.run(torch.ones(1), reduce)
+runs.wait()
+"""
+
+
+def test_an_interpreter_may_end_while_a_bucket_travels():
+    """A thread that comes back from C++ later would abort the process."""
+    process = Interpreter("-c", ENDS, merged=True, finalized=True)
+    assert process.wait(60) == 0, process.output()
+
+
+@on_ranks(2)
+def test_the_group_of_the_thread_has_the_models_backend(rank, ranks):
+    """The default group may be of one that moves no host tensors, such as NCCL."""
+    model = wrapped(process_group=dist.new_group(backend="gloo"))
+    state = pycomm.compress(model, "int4")
+    backward(model, rank)
+    assert dist.get_backend(state.reducer.thread.group) == dist.get_backend(model.process_group)
+    assert backend.find(state.reducer.thread.group) is None
+
+
+# ------------------------------------------------------------------------------------------- groups
+# Groups of pycomm's objects are made and closed on several threads.
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "while"])
+def test_a_group_is_made_while_another_closes(rank, ranks, when):
+    """torch names a group by a count of groups, which then differs between ranks."""
+    former = own_group.make(dist.group.WORLD)
+    destroy, gather = dist.destroy_process_group, own_group.gather
+    destroyed, counted = threading.Event(), threading.Event()
+    thread = threading.Thread(target=own_group.close, args=(former,))
+
+    def slow(group: dist.ProcessGroup) -> None:
+        destroy(group)
+        destroyed.set()
+        counted.wait(0.5)
+
+    def gathered(*args: Any) -> Any:
+        counts = gather(*args)
+        if when == "while":
+            thread.start()
+        counted.set()
+        thread.join()
+        return counts
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(own_group, "gather", gathered)
+            if when == "before":
+                patch.setattr(dist, "destroy_process_group", slow)
+                thread.start()
+                assert destroyed.wait(10)
+        made = own_group.make(dist.group.WORLD)
+    if rank == 1:
+        own_group.close(former)
+    assert former not in dist.distributed_c10d._world.pg_map
+    for group in (made, own_group.make(dist.group.WORLD)):
+        values = torch.ones(3)
+        dist.all_reduce(values, group=group)
+        assert values.tolist() == [2.0, 2.0, 2.0]
+        own_group.close(group)
+
+
+def test_torch_asks_for_the_names_of_groups():
+    """It would name them otherwise, by counts."""
+    assert distributed_c10d._process_group_name.__module__ == distributed_c10d.__name__
+    assert hasattr(distributed_c10d._process_group_name, "__wrapped__")
+
+
+@on_ranks(4)
+def test_parts_that_have_made_other_groups_make_one(rank, ranks):
+    made = []
+    for parts in ([[0, 1], [2, 3]], [[0, 2], [1, 3]]):
+        (ours,) = (part for part in parts if rank in part)
+        made.append(own_group.make(dist.group.WORLD, ours))
+    if rank < 2:
+        half = dist.new_group([0, 1], use_local_synchronization=True)
+        made.append(own_group.make(half))
+    made.append(own_group.make(dist.group.WORLD))
+    for group in made:
+        values = torch.ones(3)
+        dist.all_reduce(values, group=group)
+        assert values.tolist() == [float(group.size())] * 3

@@ -29,7 +29,6 @@ from tests.ranks import run
 from tests.torch import interpreter
 from tests.torch.harness import check_sum
 from tests.torch.pool import on_ranks
-from tests.torch.torchrun import launch
 
 pytestmark = pytest.mark.timeout(300)  # ranks of two or three jobs start in a test
 
@@ -62,7 +61,7 @@ def leave_alone(monkeypatch) -> None:
 
 def launched(folder: Path, backend: str = "pycomm", **env: str) -> list[str]:
     (folder / "train.py").write_text(SCRIPT)
-    said = launch("train.py", backend, folder=folder, **env).splitlines()
+    said = interpreter.torchrun("train.py", backend, folder=folder, **env).splitlines()
     return [line.removeprefix("pycomm: ") for line in said if line.startswith("pycomm: ")]
 
 
