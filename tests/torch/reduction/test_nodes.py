@@ -29,8 +29,8 @@ from pycomm.feedback import Feedback, Residuals
 from pycomm.local_sgd import Blocking, Streamed
 from pycomm.policy.exchange import bytes_of
 from pycomm.reduction import own_group
-from pycomm.reduction.own_group import ExchangeThread
 from pycomm.reduction.nodes import Nodes
+from pycomm.reduction.own_group import ExchangeThread
 from tests.ranks import in_child
 from tests.torch.harness import (
     Chosen,
