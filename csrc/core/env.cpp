@@ -109,6 +109,19 @@ std::string secret(const std::string& value) {
   return secret;
 }
 
+/// Throws Error if a variable looks like the secret's and is not: the group would have none.
+void refuse_other_secrets() {
+  constexpr std::string_view kSecret = "PYCOMM_SECRET";
+  for (char** entry = environ; entry && *entry; entry++) {
+    std::string_view name = *entry;
+    name = name.substr(0, name.find('='));
+    if (name.size() > kSecret.size() && name.compare(0, kSecret.size(), kSecret) == 0) {
+      throw Error(std::string(name) + " is not read, and the group would have no secret: set " +
+                  "PYCOMM_SECRET, or PYCOMM_SECRET=file:PATH if a file holds it");
+    }
+  }
+}
+
 template <typename T, typename Check>
 void set(T& option, const char* variable, const Check& check) {
   const std::string value = read(variable);
@@ -121,6 +134,7 @@ void set(T& option, const char* variable, const Check& check) {
 }
 
 Env read_env() {
+  refuse_other_secrets();
   Env env;
 #define GROUP_OPTION(type, name, value, variable, check, ...) set(env.name, variable, check)
 #define PROCESS_OPTION GROUP_OPTION

@@ -100,6 +100,11 @@ def test_a_secret_is_read_from_its_file(tmp_path):
 STRANGER = 65534
 
 
+def test_a_secret_under_another_name_is_refused():
+    last = environment(PYCOMM_SECRET_FILE="/run/secrets/x").stderr.strip().splitlines()[-1]
+    assert last.startswith("pycomm.errors.Error: PYCOMM_SECRET_FILE is not read")
+
+
 def spoil_owner(file: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can play two users")
