@@ -30,7 +30,7 @@ from pycomm.doctor import (
 )
 from pycomm.doctor.finding import Finding
 from pycomm.doctor.probe import ProbeOutcome
-from tests.collectives.test_peer_read import may_read_itself_in_a_child
+from tests.collectives.test_zero_copy import may_read_itself_in_a_child
 from tests.torch import interpreter
 from tests.torch.device import fake_device
 

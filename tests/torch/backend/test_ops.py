@@ -309,6 +309,16 @@ def test_point_to_point(rank, size):
     else:
         dist.send(values(rank, (3,)), 0)
 
+    # A posted receive does not block a collective.
+    x = torch.empty(100000)
+    receive = dist.irecv(x, left)
+    dist.barrier()
+    send = dist.isend(values(rank, (100000,)), right)
+    dist.barrier()
+    assert receive.get_future().wait()[0] is x
+    send.wait()
+    same(x, values(left, (100000,)))
+
     strided = torch.zeros(4, 6)
     ops = [
         dist.P2POp(dist.isend, values(rank, (6, 4)).t(), right),
