@@ -1,5 +1,6 @@
-// quant: block-wise integers of 2 to 8 bits. Wire format: docs/wire/quant.md. Everything that
-// determines the bits is here and in block.h, compiled by gcc, nvcc and NVRTC.
+// quant: block-wise integers of 2 to 8 bits. Wire format: docs/wire/quant.md. What determines the
+// bits is here and in block.h, compiled by gcc, nvcc and NVRTC; kernels round by round_row() of
+// quant.cu, which does the same in floats, so change both.
 #pragma once
 #include "codecs/base/block.h"
 #include "core/philox.h"

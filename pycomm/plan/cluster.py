@@ -1,7 +1,7 @@
 """Model of a cluster: links, processors, and the ranks on them.
 
 All figures are for one direction of a link or for one core, in bytes and seconds. TCP costs are
-those of ``csrc/collectives/common/select.cpp``. The presets of hardware are vendors' figures less
+those of ``csrc/collectives/common/cost.cpp``. The presets of hardware are vendors' figures less
 protocol overhead, meant for a first estimate; ``plan probe`` measures.
 """
 

@@ -1,8 +1,8 @@
 """Known properties of each codec: bytes, error, and how its payloads are combined.
 
 Errors are relative squared errors of one coding of normally distributed values, 2^20 of them; rates
-are of one core of a Xeon with AVX-512 on 4 MiB. ``tests/plan/test_plan_algorithms.py`` compares bytes
-and errors with the codecs themselves.
+are of one core of a Xeon with AVX-512 on 4 MiB. ``tests/plan/test_plan_algorithms.py`` compares
+bytes and errors with the codecs themselves.
 """
 
 from __future__ import annotations

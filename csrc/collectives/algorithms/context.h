@@ -4,7 +4,7 @@
 #include <cstdlib>
 
 #include "codecs/base/feedback.h"
-#include "collectives/common/select.h"
+#include "collectives/common/cost.h"
 #include "collectives/group/channel_mesh.h"
 #include "core/interrupt.h"
 #include "core/trace.h"

@@ -3,7 +3,7 @@
 #pragma once
 #include "collectives/algorithms/context.h"
 #include "collectives/common/collective.h"
-#include "collectives/common/select.h"
+#include "collectives/common/cost.h"
 
 namespace pycomm::dispatch {
 

@@ -2,7 +2,7 @@
 #pragma once
 #include "collectives/algorithms/node.h"
 #include "collectives/common/schedule.h"
-#include "collectives/common/select.h"
+#include "collectives/common/cost.h"
 
 namespace pycomm::hierarchical {
 

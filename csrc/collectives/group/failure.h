@@ -2,16 +2,18 @@
 // it again.
 //
 // When a rank dies in the middle of an operation:
-//   1. Transports notice it: on its host that its process has ended (FailureDetector), elsewhere
-//      that a rank of that host says so, or that its port refuses connections (Connector::retry,
-//      Control::refused; Control::check() throws). They throw PeerLost, which lost() and error_of()
+//   1. Transports notice it: on its host that its process has ended (FailureDetector of
+//      transports/shm), elsewhere that a rank of that host says so, or that its port refuses
+//      connections (Connector::retry, Control::refused of transports/tcp/connect). They throw PeerLost, which lost() and error_of()
 //      make (core/notice.h), with the rank, its address, and how it is known.
-//   2. ChannelMesh::check() lets an operation go on that needs nothing more of the dead rank.
+//   2. Over channels ChannelMesh::check() lets an operation go on that needs nothing more of the
+//      dead rank; over shared memory Window asks the FailureDetector itself.
 //   3. Communicator::Impl::run() catches the error; its over() calls end(), which asks all ranks
 //      what they are doing, stores the error with that table, and sends it to all
 //      (Transport::abort).
 //   4. Waits of the others throw Aborted, of which end() makes the same error (from_notice).
-//   5. The caller gets it by rethrow_in(), and so does every later call.
+//   5. The caller gets it by rethrow_in(), and so does every later call; binding/core/errors.h and
+//      binding/torch/work.h make it Python's.
 // Kernels among the GPUs of a host are ended by DeviceGroup::lose() (device/group.h).
 #pragma once
 #include <atomic>

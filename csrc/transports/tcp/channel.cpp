@@ -27,7 +27,7 @@ namespace {
 // system calls vanish.
 constexpr size_t kSmallestFrame = 128 << 10;
 constexpr size_t kLargestFrame = 256 << 10;
-// A part of a pipeline is at least as long as this, also on a slow link (common/select.cpp).
+// A part of a pipeline is at least as long as this, also on a slow link (common/cost.cpp).
 constexpr size_t kLongMessage = 16 << 10;
 // Frames carry acknowledgements for the other direction. Where no frame goes that way for this many
 // bytes, one without payload does.

@@ -1,4 +1,4 @@
-#include "collectives/common/select.h"
+#include "collectives/common/cost.h"
 
 #include <algorithm>
 #include <cstdio>
