@@ -213,8 +213,18 @@ BUILD = (
 OF_TESTS = "PYCOMM_TEST_"
 
 
+REMOVED = {
+    "PYCOMM_RATE": "set PYCOMM_LINK=100mbit/100mbit, what is sent and received",
+    "PYCOMM_CHECKSUM": "payloads that leave a host are checked",
+    "PYCOMM_SPIN": "waits follow from the number of cores",
+    "PYCOMM_TRACE_SIZE": "a trace keeps 2048 operations",
+}
+
+
 def guess(name: str, known: Collection[str]) -> str:
     """Return advice on a variable that nothing reads."""
+    if name in REMOVED:
+        return f"it was removed: {REMOVED[name]}"
     near = difflib.get_close_matches(name, [*known, *BUILD], 1)
     return f"did you mean {near[0]}? Else unset it" if near else "unset it"
 

@@ -1,5 +1,6 @@
 // quant in CUDA. Wire format: docs/wire/quant.md. The arithmetic is in quant.h, but for
-// rounding; kernels are in block_cuda.h. Compiled by nvcc, or at run time by NVRTC, which takes the coders only.
+// rounding; kernels are in block_cuda.h. Compiled by nvcc, or at run time by NVRTC, which takes the
+// coders only.
 #include "codecs/base/bits_cuda.h"
 #include "codecs/base/block_cuda.h"
 #include "codecs/base/kernels_cuda.h"

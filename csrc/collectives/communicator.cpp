@@ -29,6 +29,10 @@ Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
                 std::to_string(options.timeout.count()) +
                 " ms; give one that is more than 0, in which all ranks can join");
   }
+  if (options.secret.substr(0, 5) == "file:") {
+    throw Error("rank " + std::to_string(rank) +
+                ": the option secret is the secret itself; only PYCOMM_SECRET names a file");
+  }
   constexpr const char* kTransports[] = {"auto", "shm", "tcp"};
   if (std::find(std::begin(kTransports), std::end(kTransports), options.transport) ==
       std::end(kTransports)) {

@@ -113,9 +113,9 @@ std::string secret(const std::string& value) {
 void refuse_other_secrets() {
   constexpr std::string_view kSecret = "PYCOMM_SECRET";
   for (char** entry = environ; entry && *entry; entry++) {
-    std::string_view name = *entry;
-    name = name.substr(0, name.find('='));
-    if (name.size() > kSecret.size() && name.compare(0, kSecret.size(), kSecret) == 0) {
+    const std::string_view text = *entry, name = text.substr(0, text.find('='));
+    const bool other = name.size() > kSecret.size() && name.substr(0, kSecret.size()) == kSecret;
+    if (other && text.size() > name.size() + 1) {
       throw Error(std::string(name) + " is not read, and the group would have no secret: set " +
                   "PYCOMM_SECRET, or PYCOMM_SECRET=file:PATH if a file holds it");
     }

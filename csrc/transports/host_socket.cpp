@@ -76,13 +76,13 @@ std::string host_id() {
   struct stat network = {};
   ::stat("/proc/self/ns/net", &network);
   return machine_name() + "/" + std::to_string(network.st_dev) + "/" +
-         std::to_string(network.st_ino) + "/" + std::to_string(::geteuid());
+         std::to_string(network.st_ino);
 }
 
 std::string sharers_id() {
   struct stat numbers = {};
   ::stat("/proc/self/ns/pid", &numbers);
-  return host_id() + "/" + std::to_string(numbers.st_ino);
+  return host_id() + "/" + std::to_string(numbers.st_ino) + "/" + std::to_string(::geteuid());
 }
 
 HostSocket::HostSocket() : name_("pycomm-" + random_secret()), listener_(make_socket()) {

@@ -39,14 +39,14 @@ Fd receive_fd(
     const std::string& name, Deadline deadline,
     const std::function<void()>& interrupt_check = [] {});
 
-/// Returns a string that is equal for processes of one host: same machine (transports/process.h),
-/// same user, and same network namespace. Ranks in different network namespaces count as different
+/// Returns a string that is equal for processes of one host: same machine (transports/process.h)
+/// and same network namespace. Ranks in different network namespaces count as different
 /// hosts, and could not connect to each other's socket anyway. Cloned machines may have the same:
 /// a HostSocket is the proof.
 std::string host_id();
-/// Returns a string that is equal for processes of one host that see each other by the same process
-/// numbers, and so may share memory: others could not tell when one of them dies. Whether they do
-/// share it shows when one passes the other a file.
+/// Returns a string that is equal for processes of one host and user that see each other by the
+/// same process numbers, and so may share memory: others could not tell when one of them dies.
+/// Whether they do share it shows when one passes the other a file.
 std::string sharers_id();
 /// Topic under which ranks publish it.
 constexpr char kSharersTopic[] = "shm/host";

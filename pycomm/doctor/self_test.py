@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TOPIC = Topic("self-test")
 CODEC = "quant:bits=8,block=256,rounding=nearest"
 BLOCK = 256
-LARGE = 1 << 20
+LARGE = 1 << 17
 """Values of a tensor that ranks take from each other's memory, if they may read it."""
 ADVICE = {
     "shm": "allow memfd_create and mmap in the container (its seccomp profile, its memory limit); "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from pycomm.local_sgd.shared import (
     named,
     start_average,
 )
-from pycomm.log import logger
+from pycomm.log import logger, warn_once
 from pycomm.policy import Policy, agree_on_options
 from pycomm.policy.names import few
 from pycomm.reduction import own_group
@@ -236,6 +236,11 @@ class LocalSGD:
                 coded = [name for name in part.parameters if not self.state.decisions[name].exact]
                 why = "it travels with parameters in float64"
                 self.state.plan.exactly.update(dict.fromkeys(coded, why))
+                if coded:
+                    warn_once(
+                        f"LocalSGD: {few(coded)} travel exactly, in float64, since parameters in "
+                        "float64 are averaged with them: keep these in float32, or freeze them"
+                    )
         if average == "ranks" and group is not None:
             self.state.reducer.find_nodes(device)
         self.local_steps = 0
@@ -433,7 +438,7 @@ class LocalSGD:
     def summary(self) -> str:
         """Return the codecs, and the bytes that this rank sends in a round and at most at once."""
         parts = self._parts
-        sizes = [self._sent_bytes(part.parameters) for part in parts]
+        sizes = list(map(self._sent_bytes, parts))
         tokens = ""
         if self.weighted and self.weight:
             exchanged = self.rounds / len(parts) * sum(sizes)
@@ -447,13 +452,15 @@ class LocalSGD:
             ]
         )
 
-    def _sent_bytes(self, names: Iterable[str]) -> int:
+    def _sent_bytes(self, part: Fragment) -> int:
         """Return the bytes that a rank sends to average these parameters once, at most.
 
         Payloads with owners go to the owners, and their results to all; sparse ones to all ranks.
         """
         total, ranks = 0.0, self.state.process_group.size()
-        for decision in map(self.state.decisions.__getitem__, names):
+        if part.dtype == torch.float64:
+            return round(part.start.nbytes * (ranks - 1) * 2 / ranks)
+        for decision in map(self.state.decisions.__getitem__, part.parameters):
             gathered = decision.codec.combine == "gather"
             total += decision.encoded_bytes * (ranks - 1) * (1 if gathered else 2 / ranks)
         return round(total)

@@ -509,8 +509,12 @@ class CompressionState:
         Ranks that share parameters agree whether it is finite.
         """
         reducer, step = self.reducer, self.reducer.step
-        reducer.end_look()
-        reducer.exchanges.finish()
+        try:
+            reducer.end_look()
+            reducer.exchanges.finish()
+        except BaseException:
+            step.status = StepStatus.ROLLED_BACK  # so that no later call takes it for reduced
+            raise
         if step.status is StepStatus.OPEN:
             step.status = StepStatus.REDUCED
         if self.discarded:

@@ -321,7 +321,7 @@ def test_what_explain_says_is_what_is_taken(options):
 
 # -------------------------------------------------------------------------------------- premul_sum
 # Every rank's data times that rank's own factor. Data are scaled before an algorithm is chosen
-# (contribution.h), so there is one of each kind.
+# (communicator.cpp), so there is one of each kind.
 
 
 FACTORS = (1, 3, 2, 4, -1, -2, -3, -4)

@@ -115,12 +115,11 @@ void addresses(Reader& reader) {
   CommunicatorOptions options;
   options.tls = "off";
   options.secret = rendezvous.key;
-  AnnouncedPeer announced;
-  if (reader.byte() % 2) announced = announce_peer(rendezvous, options, true);
+  AddressExchange exchange(options);
+  if (reader.byte() % 2) exchange.announce(rendezvous, true);
   std::vector<int> peers = all_ranks(rendezvous);
   peers.erase(peers.begin());
-  for (const Peer& peer :
-       exchange_addresses(rendezvous, peers, options, std::move(announced)).peers) {
+  for (const Peer& peer : exchange.run(rendezvous, peers).peers) {
     require(!peer.addresses.empty(), "a peer that was taken has an address");
   }
   require(rendezvous.key.empty(), "no card is believed without a proof");

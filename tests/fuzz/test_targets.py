@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from pycomm import _C
 from pycomm.codecs import ALIASES
 from tests.fuzz.__main__ import TARGETS, payloads, read_corpus, specs
 
 HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
 
 
 def test_every_decoder_is_a_target():
@@ -31,3 +35,12 @@ def test_the_corpus_has_payloads_of_every_codec():
 def test_every_target_has_a_corpus():
     assert {path.stem for path in HERE.glob("*.cpp")} == {*TARGETS, "standalone"}
     assert set(read_corpus()) == set(TARGETS)
+
+
+@pytest.mark.parametrize("target", sorted(TARGETS))
+def test_a_target_compiles(target):
+    flags = ["-std=c++17", "-fsyntax-only", f"-I{ROOT}", f"-I{ROOT / 'csrc'}"]
+    done = subprocess.run(
+        ["g++", *flags, str(HERE / f"{target}.cpp")], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-// Coded operations whose payloads Python moves: pycomm.reduction.batched owns all memory, and only
+// Coded operations whose payloads Python moves: pycomm.reduction.two_shot owns all memory, and only
 // addresses come here.
 #include "collectives/coded/coded.h"
 

@@ -21,10 +21,14 @@ void Work::end_group(const Interrupted& interrupted) {
 Milliseconds Work::limit_in_callback(Milliseconds timeout) {
   const auto engine = engine_.lock();
   if (!engine || c10d::Work::isCompleted()) return timeout;
-  if (engine->runs_here())
+  if (engine->runs_here()) {
+    // Other ranks may have completed it, and would go on alone.
+    engine->abort("waited for " + std::string(name_) + " #" + std::to_string(seq_) +
+                  " in a callback on the thread that would complete it");
     raise(describe() +
           " cannot be waited for here: this is a callback on the thread that would complete it; "
           "wait outside of the callback, or chain it with then()");
+  }
   return timeout.count() > 0 ? timeout : engine->comm().timeout();
 }
 

@@ -288,6 +288,10 @@ class CoalescedWork final : public c10d::Work {
     for (const WorkPtr& work : works_) work->abort();
   }
   uint64_t getSequencenumber() const override { return works_.back()->getSequencenumber(); }
+  intrusive_ptr<Future> getFuture() override {
+    raise("rank " + std::to_string(sourceRank()) +
+          ": a batch of sends and receives has no future: call wait()");
+  }
 
  private:
   std::vector<WorkPtr> works_;  ///< at least one, in the order of issue

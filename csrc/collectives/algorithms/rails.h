@@ -1,8 +1,8 @@
 // Rails of the hierarchical algorithms: the ranks on them, and how buffers are cut for them.
 #pragma once
 #include "collectives/algorithms/node.h"
-#include "collectives/common/schedule.h"
 #include "collectives/common/cost.h"
+#include "collectives/common/schedule.h"
 
 namespace pycomm::hierarchical {
 

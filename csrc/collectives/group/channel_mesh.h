@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
+#include "collectives/common/cost.h"
 #include "collectives/common/links.h"
 #include "collectives/common/options.h"
-#include "collectives/common/cost.h"
 #include "collectives/common/topology.h"
 #include "collectives/group/failure.h"
 #include "core/trace.h"

@@ -66,7 +66,8 @@ void check(const Rendezvous& rendezvous, int index, const PeerWorkspace::Options
     throw Error("device: ranks of the CPU have no memory of a GPU to share; use memory=\"host\"");
   }
   const std::vector<std::string> hosts =
-      all_gather_values(rendezvous, "device/host", all_ranks(rendezvous), host_id());
+      all_gather_values(rendezvous, "device/host", all_ranks(rendezvous),
+                        host_id() + "/" + std::to_string(::geteuid()));
   for (size_t r = 0; r < hosts.size(); r++) {
     if (hosts[r] != hosts[0]) {
       throw Error("device: rank " + std::to_string(r) +

@@ -64,10 +64,12 @@ def test_a_callback_must_not_wait_for_operations_behind_its_own(rank, size):
     later = dist.all_reduce(last, async_op=True)
     gate.set()
     after.wait()
-    later.wait()
-    assert said in (["told"], [])
-    assert last[0].item() == size
-    check_sum()
+    try:
+        later.wait()
+    except pycomm.Error as error:  # on all ranks, though one may have run its callback at once
+        assert "in a callback on the thread that would complete it" in str(error)
+    else:
+        assert said == []
 
 
 @on_ranks(2)
