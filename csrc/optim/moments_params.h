@@ -213,7 +213,9 @@ struct Room {
   float* since;   ///< and of the steps that wait for an exchange
   float* by_row;  ///< factors of the denominators in the next coding
   float* by_column;
-  float* reciprocal_row;  ///< and their reciprocals in the next step
+  float* inverse_row;  ///< and 1 over these
+  float* inverse_column;
+  float* reciprocal_row;  ///< and the reciprocals of the denominators in the next step
   float* reciprocal_column;
   float* shares;  ///< [shards]: how much of a shard's gradient counts
 };
@@ -221,12 +223,15 @@ PYCOMM_HD Room room_at(float* at, size_t rows, size_t columns) {
   const size_t sums = rows + columns + kExtra;
   float* const fresh = at + sizeof(Numbers) / sizeof(float);
   float* const by_row = fresh + 2 * sums;
-  float* const reciprocal_row = by_row + rows + columns;
+  float* const inverse_row = by_row + rows + columns;
+  float* const reciprocal_row = inverse_row + rows + columns;
   return {reinterpret_cast<Numbers*>(at),
           fresh,
           fresh + sums,
           by_row,
           by_row + rows,
+          inverse_row,
+          inverse_row + rows,
           reciprocal_row,
           reciprocal_row + rows,
           reciprocal_row + rows + columns};

@@ -146,7 +146,7 @@ class CodedMoment:
         self.codec: Codec | None = codec
         """That of now; None: a state was loaded, whose error belongs to the one that comes."""
         sums, factors = self.sums_numel, self.rows + self.columns
-        sizes = [_C.MOMENT_NUMBERS, sums, sums, factors, factors, shards]
+        sizes = [_C.MOMENT_NUMBERS, sums, sums, factors, factors, factors, shards]
         self.device = local(parameter).device
         self.room = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
         """What the passes keep beside the state; Room of csrc/optim/moments_params.h."""

@@ -195,9 +195,9 @@ ORDERS = (
 RESIDUALS = (
     Mutant(
         "what-was-sent-without-the-residual-in-it",
-        "csrc/optim/moments.cpp::sent_row",
-        "(x[j] + before[j] - after[j]) * row * column[j]",
-        "(x[j] - after[j]) * row * column[j]",
+        "csrc/optim/moments_passes.h::send_patch",
+        "x = x + warp.load(before, args.form, i, count);",
+        "",
         "core/test_moments.py::test_steps_have_the_bits_of_their_definition",
     ),
     Mutant(
