@@ -46,12 +46,8 @@ struct Rows {
   }
 };
 
-/// What is known of how evenly the rows and columns of a matrix are heard: moving averages of the
-/// share that each has in the squares of a step, relative to the mean one, and of its square.
-struct Heard {
-  float* mean;    ///< [rows], or [columns]
-  float* square;  ///< the same
-};
+// How evenly the rows and columns of a matrix are heard: moving averages of the share that each has
+// in the squares of a step, relative to the mean one, and of its square.
 constexpr double kHeardDecay = 0.99;  ///< in a step
 constexpr float kEven = 0.5f;         ///< from which evenness on the floor is the least one
 constexpr float kLeastShare = 1e-4f;  ///< of the floor's square
@@ -333,7 +329,7 @@ struct CommitParams {
   float* room;
   float* row;  ///< of the second moments
   float* column;
-  float* heard;  ///< [2, rows + columns]: means, and squares; see Heard
+  float* heard;  ///< [2, rows + columns]: means, and squares; see hear()
   uint32_t rows, columns;
   uint32_t ranks;
   uint32_t use;  ///< Use

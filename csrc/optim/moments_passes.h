@@ -92,16 +92,12 @@ PYCOMM_PASS void square_tile(const Warp& warp, const SquaresParams& args, const 
   using Lanes = typename Warp::Lanes;
   const Rows& rows = args.rows;
   const Parts parts(args.scratch, rows);
-  const size_t patches = rows.patches(), begin = size_t{patch} * kPatch;
-  const size_t columns = first / kBlock * rows.columns + begin;
+  const auto patches = static_cast<uint32_t>(rows.patches());
+  const size_t begin = size_t{patch} * kPatch;
   const int left = left_of(rows.columns, begin);
-  Lanes column[kEach] = {}, signs[kEach] = {};
-  PYCOMM_UNROLL
-  for (int k = 0; args.signs != nullptr && warp.has(k, left); k++) {
-    signs[k] = warp.load(args.signs, begin, left, k);
-  }
+  Lanes column[kEach] = {};
   for (int k = 0; Warp::kGoesOn && first % kBlock != 0 && warp.has(k, left); k++) {
-    column[k] = warp.load(parts.column, columns, left, k);
+    column[k] = warp.load(parts.column, first / kBlock * rows.columns + begin, left, k);
   }
   for (size_t i = first; i < end; i += 2) {
     const size_t at = i * rows.columns + begin;
@@ -130,7 +126,7 @@ PYCOMM_PASS void square_tile(const Warp& warp, const SquaresParams& args, const 
       Lanes products{};
       PYCOMM_UNROLL
       for (int k = 0; warp.has(k, left); k++) {
-        products = products + (r == 0 ? x[k] : y[k]) * signs[k];
+        products = products + (r == 0 ? x[k] : y[k]) * warp.load(args.signs, begin, left, k);
       }
       const float sum = warp.sum(products);
       if (warp.leads()) parts.projection[behind / args.stride * patches + patch] = sum;
@@ -138,7 +134,7 @@ PYCOMM_PASS void square_tile(const Warp& warp, const SquaresParams& args, const 
   }
   PYCOMM_UNROLL
   for (int k = 0; warp.has(k, left); k++) {
-    warp.store(parts.column, columns, left, k, column[k]);
+    warp.store(parts.column, first / kBlock * rows.columns + begin, left, k, column[k]);
   }
 }
 

@@ -196,7 +196,7 @@ RESIDUALS = (
     Mutant(
         "what-was-sent-without-the-residual-in-it",
         "csrc/optim/moments_passes.h::send_patch",
-        "x = x + warp.load(before, args.form, i, count);",
+        "x = x + warp.load(before, args.form, begin, left, k);",
         "",
         "core/test_moments.py::test_steps_have_the_bits_of_their_definition",
     ),
