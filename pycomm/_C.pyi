@@ -175,7 +175,7 @@ class Moments:
         self,
         place: tuple[int, int],
         rows: tuple[int, int, int, int, int, int],
-        addresses: tuple[int, int, int, int],
+        addresses: Sequence[int],
         momentum: tuple[int, int],
         residual: tuple[int, int, int],
         own: tuple[int, int, int],

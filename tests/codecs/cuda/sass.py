@@ -1,11 +1,13 @@
 """Counts in a kernel's SASS: what a thread runs for its values, registers and stack, without a GPU.
 
-Counted is the longest path through the kernel that makes given accesses of memory and calls
-nothing. The accesses tell the form of the residuals and whether contributions are averaged, and
-leave out the paths of blocks that hold Inf or NaN (or, with eden, 2^64), which load residuals once
-more, and store them value by value. What they do not tell stays open, so that the count is an upper
-bound. Each loop is run once. Slow paths of divisions, and those of warps that diverge, are left
-out. An average is that of one contribution.
+Counted is the longest path through the kernel that its call can take, makes given accesses of
+memory and calls nothing. What the arguments of the call decide is followed (known.py): the form of
+the residuals, whether contributions are averaged, that the arrays are aligned and the first tile is
+whole. What the values decide stays open, so that the count is an upper bound, but for the accesses:
+they leave out the paths of blocks that hold Inf or NaN (or, with eden, 2^64), which load residuals
+once more, and store them value by value. Each loop is run once. Slow paths of divisions, and those
+of warps that diverge, are left out. An average is that of one contribution, with 2 as the divisor:
+one that is no power of two costs a division for each value.
 
 ``budgets.csv`` has the kernels, their accesses, and the counts that they may not exceed, with nvcc
 13.0. ``calls.csv`` has the calls that they make up: the bytes that a value moves, the share of a
@@ -16,6 +18,7 @@ were counted. ``python -m tests.codecs.cuda.sass`` writes the counts of the kern
 from __future__ import annotations
 
 import csv
+import ctypes
 import re
 import shutil
 import subprocess
@@ -23,10 +26,19 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+import pycomm
+from pycomm import _C
+from pycomm.codecs.args import EncodeArgs, RandomKey
+from pycomm.codecs.base import Codec
+from pycomm.codecs.cuda.launches import Launch, decode_launches, encode_launches, recorded
 from pycomm.codecs.cuda.sources import include_folder, source_file
+from tests.codecs.cuda.known import decided
 from tests.codecs.cuda.ptx import cuobjdump
 
 LINE = re.compile(
@@ -70,6 +82,8 @@ class Call(NamedTuple):
     """A row of calls.csv, but for what is computed."""
 
     call: str
+    spec: str
+    op: str
     bytes: float  # that a value moves
     share: float  # of a copy's speed
 
@@ -97,9 +111,9 @@ def access(op: str) -> str | None:
 
 
 class Kernel:
-    """A kernel's instructions as a graph."""
+    """A kernel's instructions as a graph, in a call with given arguments or in any."""
 
-    def __init__(self, sass: str) -> None:
+    def __init__(self, sass: str, arguments: bytes | None = None, arch: int = 90) -> None:
         lines = [(int(at, 16), guard, op, rest) for at, guard, op, rest in LINE.findall(sass)]
         place = {at: i for i, (at, *_) in enumerate(lines)}
         self.ops = [op for _, _, op, _ in lines]
@@ -119,6 +133,8 @@ class Kernel:
         for i, op in enumerate(self.ops):
             if op.split(".")[0] in TABLES:
                 self.next[i] = [each for each in range(len(lines)) if each not in led_to]
+        if arguments is not None:
+            self.next = decided(lines, self.next, arguments, arch)
 
     def longest(self, accesses: dict[str, int]) -> tuple[int, int] | None:
         """Return (instructions, shuffles) of the longest path with these accesses.
@@ -177,6 +193,80 @@ class Kernel:
         return order[::-1], backward
 
 
+# ---------------------------------------------- the arguments of the kernels of a call
+
+NUMEL = 1 << 16  # many tiles: the first one is whole
+
+
+class EncodeParams(ctypes.Structure):
+    """A batch of one tensor: BatchHead, and the start of EncodeParams (csrc/codecs/base)."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("count", "swapped", "blocks", "in")),
+        *((name, ctypes.c_uint64) for name in ("residual", "new_residual", "scales", "codes")),
+        *((name, ctypes.c_uint64) for name in ("payloads", "stride", "numel", "seed", "group")),
+        *((name, ctypes.c_uint32) for name in ("step", "tensor", "block_bits", "options")),
+        *(("ranks", ctypes.c_uint32), ("divisor", ctypes.c_float)),
+    )
+
+
+@cache
+def arguments_of(spec: str, op: str) -> dict[str, bytes]:
+    """Return the arguments of each kernel of a call, by the kernel's name.
+
+    Args:
+        spec: of the codec.
+        op: ``encode`` and ``decode``; ``encode_feedback`` with a residual of bfloat16, or
+            ``encode_feedback_float32`` of float32; ``own``, as the second, of the average of one
+            contribution by 2. None of another call is known.
+    """
+    if op not in ("encode", "decode", "encode_feedback", "encode_feedback_float32", "own"):
+        return {}
+    codec = pycomm.codec(spec)
+    x = torch.zeros(NUMEL)
+    payload = torch.zeros(codec.encoded_bytes(NUMEL), dtype=torch.uint8)
+    room = torch.zeros(codec.native.scratch_bytes(NUMEL) + 16, dtype=torch.uint8)
+    if op == "decode":
+        launches = decode_launches(codec, payload, x, room, add=False)
+    elif op in ("encode", "encode_feedback_float32"):
+        residual = None if op == "encode" else torch.zeros_like(x)
+        args = EncodeArgs(x, payload, residual, residual, RandomKey(), 0)
+        launches = encode_launches(codec, args, room)
+    else:
+        launches = _with_feedback(codec, x, payload)
+        return {launch.kernel: _completed(launch, payload, op == "own") for launch in launches}
+    return {launch.kernel: launch.params for launch in launches}
+
+
+def _with_feedback(codec: Codec, x: torch.Tensor, payload: torch.Tensor) -> list[Launch]:
+    old, fresh = (torch.zeros(NUMEL, dtype=torch.bfloat16) for _ in range(2))
+    return recorded(
+        lambda: codec.native.encode(
+            x.data_ptr(),
+            x.numel(),
+            payload.data_ptr(),
+            kind=_C.FeedbackKind.residual,
+            storage=_C.FeedbackStorage.bf16,
+            decay=1.0,
+            error=(old.data_ptr(), fresh.data_ptr()),
+            stream=0,
+        )
+    )
+
+
+def _completed(launch: Launch, payload: torch.Tensor, average: bool) -> bytes:
+    """Return the arguments of an encode as the engine makes them: with a flag that says which
+    residual is the old one; and as those of the average of a contribution."""
+    arguments = bytearray(launch.params)
+    params = EncodeParams.from_buffer(arguments)
+    assert (params.count, params.numel, params.ranks) == (1, NUMEL, 0)
+    params.swapped = payload.data_ptr()
+    if average:
+        params.payloads, params.stride = payload.data_ptr(), payload.numel()
+        params.ranks, params.divisor = 1, 2.0
+    return bytes(arguments)
+
+
 # ------------------------------------------------------------------ counts
 
 
@@ -221,9 +311,14 @@ def functions(cubin: Path, what: str) -> dict[str, str]:
 def count(cubin: Path, rows: list[Budget]) -> list[Counts]:
     """Return the counts of each kernel, on its path with the given accesses."""
     sass, usage = functions(cubin, "--dump-sass"), functions(cubin, "--dump-resource-usage")
+    known = {call.call: call for call in calls()}
     counts = []
     for row in rows:
-        kernel = Kernel(sass[row.kernel])
+        call = known[row.call]
+        launched = arguments_of(call.spec, call.op)
+        assert not launched or row.kernel in launched, f"{call} launches {list(launched)}"
+        arguments = launched.get(row.kernel)
+        kernel = Kernel(sass[row.kernel], arguments, row.arch)
         path = kernel.longest(row.accesses)
         assert path is not None, f"{row.kernel}: no path has {row.accesses}: {kernel.accesses()}"
         used = dict(re.findall(r"(\w+):(\d+)", usage[row.kernel]))
@@ -249,7 +344,7 @@ def calls() -> list[Call]:
     """Read calls.csv."""
     with CALLS.open() as file:
         return [
-            Call(row["call"], float(row["bytes"]), float(row["share"]))
+            Call(row["call"], row["spec"], row["op"], float(row["bytes"]), float(row["share"]))
             for row in csv.DictReader(file)
         ]
 

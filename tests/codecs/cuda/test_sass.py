@@ -44,6 +44,40 @@ def test_the_longest_path_has_the_wanted_accesses(accesses, path):
     assert Kernel(SASS).longest(accesses) == path
 
 
+# The flag at 0x8 of the arguments decides one branch, a value in memory another, and the place of a
+# thread in its first warp a third.
+DECIDED = """
+        /*0000*/                   ULDC.64 UR4, c[0x0][0x218] ;
+        /*0010*/                   ISETP.NE.AND P0, PT, RZ, UR4, PT ;
+        /*0020*/               @P0 BRA 0x50 ;
+        /*0030*/                   MOV R1, R1 ;
+        /*0040*/                   MOV R1, R1 ;
+        /*0050*/                   LDG.E R2, desc[UR8][R2.64] ;
+        /*0060*/                   ISETP.NE.AND P1, PT, R2, RZ, PT ;
+        /*0070*/               @P1 BRA 0x90 ;
+        /*0080*/                   MOV R1, R1 ;
+        /*0090*/                   S2R R3, SR_TID.X ;
+        /*00a0*/                   IMAD.SHL.U32 R3, R3, 0x4, RZ ;
+        /*00b0*/                   ISETP.GE.U32.AND P2, PT, R3, 0x80, PT ;
+        /*00c0*/              @!P2 BRA 0x110 ;
+        /*00d0*/                   MOV R1, R1 ;
+        /*00e0*/                   MOV R1, R1 ;
+        /*00f0*/                   MOV R1, R1 ;
+        /*0100*/                   MOV R1, R1 ;
+        /*0110*/                   EXIT ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("flag", "length"),
+    [(None, 18), (0, 14), (1, 12)],
+)
+def test_the_arguments_of_a_call_decide_branches(flag, length):
+    """What a loaded value decides is open: the longer way of the branch at 0x70 is counted."""
+    arguments = None if flag is None else bytes(8) + flag.to_bytes(8, "little")
+    assert Kernel(DECIDED, arguments).longest({}) == (length, 0)
+
+
 @pytest.mark.parametrize("arch", sorted({row.arch for row in budgets()} & set(ARCHS)))
 def test_kernels_stay_within_their_counts(arch):
     nvcc = shutil.which("nvcc")
