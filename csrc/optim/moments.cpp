@@ -189,7 +189,11 @@ struct Warp {
     x.to(room);
     to.form == kFloat16 ? encode<codecs::cast::Float16>(room, codes)
                         : encode<codecs::cast::BFloat16>(room, codes);
-    std::memcpy(to.codes() + i + k * kLanes, codes, there(left, k) * sizeof(uint16_t));
+    uint16_t* const at = to.codes() + i + k * kLanes;
+    const size_t count = there(left, k);
+    // Of a known size it is a vector's store.
+    count == kLanes ? std::memcpy(at, codes, sizeof codes)
+                    : std::memcpy(at, codes, count * sizeof(uint16_t));
   }
   PYCOMM_HD void put(const Array& to, size_t i, int left, int k, const Lanes& x) const {
 #ifdef __SSE2__
