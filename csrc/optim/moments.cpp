@@ -287,9 +287,11 @@ struct Alone {
 
 // ------------------------------------------------------------------------------ passes
 
-// A thread takes a block of rows, in the order of memory, or some patches of neighbours.
+// A thread takes a block of rows, in the order of memory, or some patches of neighbours. Arguments
+// are copied: what is stored could else change them, for all that the compiler knows.
 
-PYCOMM_SIMD void square(const SquaresParams& args, DType dtype, size_t block, bool far) {
+PYCOMM_SIMD void square(const SquaresParams& given, DType dtype, size_t block, bool far) {
+  const auto args = given;
   const Array values(args.values, dtype);
   const size_t end = std::min<size_t>(args.rows.real(), (block + 1) * kBlock);
   for (size_t i = block * kBlock; i < end; i += 2) {
@@ -298,7 +300,8 @@ PYCOMM_SIMD void square(const SquaresParams& args, DType dtype, size_t block, bo
     }
   }
 }
-PYCOMM_SIMD void encode(const EncodeParams& args, DType dtype, size_t block, bool far) {
+PYCOMM_SIMD void encode(const EncodeParams& given, DType dtype, size_t block, bool far) {
+  const auto args = given;
   const Array values(args.values, dtype), copy(args.copy, dtype);
   const size_t end = std::min<size_t>(args.rows.count, (block + 1) * kBlock);
   for (size_t i = block * kBlock; i < end; i++) {
@@ -310,17 +313,20 @@ PYCOMM_SIMD void encode(const EncodeParams& args, DType dtype, size_t block, boo
 
 constexpr size_t kTogether = 8;  ///< patches that a thread takes
 
-PYCOMM_SIMD void send(const SentParams& args, DType dtype, size_t unit, bool far) {
+PYCOMM_SIMD void send(const SentParams& given, DType dtype, size_t unit, bool far) {
+  const auto args = given;
   for (size_t patch = unit * kTogether; patch < (unit + 1) * kTogether; patch++) {
     send_patch(Warp{far}, args, Array(args.values, dtype), patch);
   }
 }
-PYCOMM_SIMD void land(const LandParams& args, DType dtype, size_t unit, bool far) {
+PYCOMM_SIMD void land(const LandParams& given, DType dtype, size_t unit, bool far) {
+  const auto args = given;
   for (size_t patch = unit * kTogether; patch < (unit + 1) * kTogether; patch++) {
     land_patch(Warp{far}, args, Array(args.values, dtype), patch);
   }
 }
-PYCOMM_SIMD void move(const MoveParams& args, DType dtype, size_t unit, bool far) {
+PYCOMM_SIMD void move(const MoveParams& given, DType dtype, size_t unit, bool far) {
+  const auto args = given;
   for (size_t patch = unit * kTogether; patch < (unit + 1) * kTogether; patch++) {
     move_patch(Warp{far}, args, Array(args.values, dtype), Array(args.gradient, dtype),
                Array(args.momentum, dtype), patch);
