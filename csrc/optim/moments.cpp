@@ -9,6 +9,7 @@
 
 #include "codecs/base/feedback.h"
 #include "codecs/base/launch.h"
+#include "codecs/base/loops.h"
 #include "codecs/cast.h"
 #include "core/error.h"
 #include "optim/moments_passes.h"
@@ -16,16 +17,16 @@
 namespace pycomm::moments {
 namespace {
 
-using feedback::Storage;
+namespace stored = codecs::stored;
+using codecs::stored::kFloat32, codecs::stored::kInt8;
 
-constexpr auto kFloat32 = static_cast<uint32_t>(Storage::float32);
-constexpr auto kInt8 = static_cast<uint32_t>(Storage::int8);
-static_assert(kLanes == 32 && kLanes == feedback::kBlock);
+static_assert(kLanes == 32 && kLanes == stored::kBlock);
 
 // ------------------------------------------------------------------------------ a warp of the host
 
 // A vector of the compiler's, which each level of SIMD holds in as many registers as it needs.
-using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
+using Eight = float __attribute__((vector_size(32)));
+using EightAnywhere = float __attribute__((vector_size(32), aligned(4), may_alias));
 
 /// A float of each lane. Four members and no array, which stay in registers.
 struct Lanes {
@@ -33,14 +34,17 @@ struct Lanes {
 
   Lanes() = default;
   PYCOMM_HD Lanes(Eight a, Eight b, Eight c, Eight d) : a(a), b(b), c(c), d(d) {}
-  PYCOMM_HD Lanes(float x) : a{x, x, x, x, x, x, x, x}, b(a), c(a), d(a) {}
+  PYCOMM_HD Lanes(float x) {
+    const Eight all = {x, x, x, x, x, x, x, x};  // a member would be written value by value
+    a = b = c = d = all;
+  }
 
   PYCOMM_HD static Lanes at(const float* x) {
-    const auto* from = reinterpret_cast<const Eight*>(x);
+    const auto* from = reinterpret_cast<const EightAnywhere*>(x);
     return {from[0], from[1], from[2], from[3]};
   }
   PYCOMM_HD void to(float* x) const {
-    auto* out = reinterpret_cast<Eight*>(x);
+    auto* out = reinterpret_cast<EightAnywhere*>(x);
     out[0] = a;
     out[1] = b;
     out[2] = c;
@@ -65,13 +69,42 @@ PYCOMM_HD void clamp(Eight& x, float limit) {
   x = x < -most ? -most : x;
 }
 
+/// Returns x in the lanes before one, and y in the others.
+PYCOMM_HD Lanes before(int lane, const Lanes& x, const Lanes& y) {
+  using Eights = int __attribute__((vector_size(32)));
+  const Eights from{lane, lane, lane, lane, lane, lane, lane, lane};
+  constexpr Eights a{0, 1, 2, 3, 4, 5, 6, 7};
+  const Eights b = a + 8, c = a + 16, d = a + 24;
+  return {a < from ? x.a : y.a, b < from ? x.b : y.b, c < from ? x.c : y.c, d < from ? x.d : y.d};
+}
+
+// Of values that are fewer than lanes, these loops become loads and stores with a mask. A call of
+// memcpy would store all vectors.
+
+/// Decodes values; `beyond` is in the lanes behind them.
 template <typename Form>
-PYCOMM_HD void decode(const uint16_t* codes, float* out) {
-  for (size_t l = 0; l < kLanes; l++) out[l] = Form::decode(codes[l]);
+PYCOMM_HD Lanes decoded(const void* from, int count, float beyond = 0.0f) {
+  const auto* const codes = static_cast<const typename Form::Code*>(from);
+  float room[kLanes];
+  if (count == kApart) {
+    for (int l = 0; l < kApart; l++) room[l] = Form::decode(codes[l]);
+  } else {
+    for (int l = 0; l < kApart; l++) room[l] = l < count ? Form::decode(codes[l]) : beyond;
+  }
+  return Lanes::at(room);
 }
 template <typename Form>
-PYCOMM_HD void encode(const float* in, uint16_t* codes) {
-  for (size_t l = 0; l < kLanes; l++) codes[l] = Form::encode(in[l]);
+PYCOMM_HD void encode(const Lanes& x, int count, void* to) {
+  auto* const codes = static_cast<typename Form::Code*>(to);
+  float room[kLanes];
+  x.to(room);
+  if (count == kApart) {
+    for (int l = 0; l < kApart; l++) codes[l] = Form::encode(room[l]);
+  } else {
+    for (int l = 0; l < kApart; l++) {
+      if (l < count) codes[l] = Form::encode(room[l]);
+    }
+  }
 }
 
 /// Values of a dtype.
@@ -91,114 +124,98 @@ struct Array : Stored {
 /// The places of neighbours in their matrix.
 struct Place {
   const Rows& rows;
-  size_t row, column;  // of the first
+  size_t row, column;      // of the first
+  float edge[2 * kLanes];  ///< factors of the last kLanes - 1 columns, and of those that follow
 
+  PYCOMM_HD Place(const Rows& rows, size_t i, const float* by_column)
+      : rows(rows), row(i / rows.columns), column(i % rows.columns) {
+    if (by_column == nullptr || rows.columns % kLanes == 0) return;
+    size_t j = (kLanes * rows.columns - kLanes + 1) % rows.columns;
+    for (float& each : edge) {
+      each = by_column[j];
+      if (++j == rows.columns) j = 0;
+    }
+  }
   PYCOMM_HD void next() {
     for (column += kLanes; column >= rows.columns; row++) column -= rows.columns;
   }
-  PYCOMM_HD bool in_one_row() const { return column + kLanes <= rows.columns; }
   PYCOMM_HD Lanes by_row(const float* factors) const {
-    if (in_one_row()) return factor_of(factors, rows, row);
-    float by[kLanes];
-    size_t i = row, j = column;
-    for (float& each : by) {
-      each = factor_of(factors, rows, i);
-      if (++j == rows.columns) i++, j = 0;
+    Lanes by = factor_of(factors, rows, row);
+    size_t i = row + 1;
+    for (size_t end = rows.columns - column; end < kLanes; end += rows.columns) {
+      by = before(static_cast<int>(end), by, factor_of(factors, rows, i++));
     }
-    return Lanes::at(by);
+    return by;
   }
   PYCOMM_HD Lanes by_column(const float* factors) const {
-    if (in_one_row()) return Lanes::at(factors + column);
-    float by[kLanes];
-    size_t j = column;
-    for (float& each : by) {
-      each = factors[j];
-      if (++j == rows.columns) j = 0;
-    }
-    return Lanes::at(by);
+    const bool in_one_row = column + kLanes <= rows.columns;
+    return Lanes::at(in_one_row ? factors + column : edge + (kLanes - 1 + column - rows.columns));
   }
 };
 
+/// `kPlain`: all arrays are of floats, and all lanes have values, as in most passes, which take
+/// half of the time where nothing decides about that.
+template <bool kPlain>
 struct Warp {
   using Lanes = moments::Lanes;
   static constexpr bool kGoesOn = true;  ///< squares take two rows of a block at a time
+  static constexpr int kAhead = 1;
+  static constexpr size_t kNeighbours = 8 * kPatch;
   /// put() writes past the caches, which do not hold the pass and would read the memory first.
   bool far;
 
   PYCOMM_HD static bool has(int k, int left) { return k * kApart < left; }
-  PYCOMM_HD static size_t there(int left, int k) {
+  PYCOMM_HD static int there(int left, int k) {
     const int count = left - k * kApart;
-    return count <= 0 ? 0 : count < kApart ? static_cast<size_t>(count) : kLanes;
+    return count <= 0 ? 0 : count < kApart && !kPlain ? count : kApart;
   }
   PYCOMM_HD static bool takes(int, int) { return true; }
   PYCOMM_HD static bool leads() { return true; }
-  PYCOMM_HD static Place place(const Rows& rows, size_t i) {
-    return {rows, i / rows.columns, i % rows.columns};
+  PYCOMM_HD static Place place(const Rows& rows, size_t i, const float* by_column) {
+    return {rows, i, by_column};
   }
 
   PYCOMM_HD static Lanes load(const float* from, size_t i, int left, int k, float beyond = 0.0f) {
-    const size_t count = there(left, k);
+    const int count = there(left, k);
     from += i + k * kLanes;
-    if (count == kLanes) return Lanes::at(from);
-    if (count == 0) return beyond;
-    float room[kLanes];
-    Lanes(beyond).to(room);
-    std::memcpy(room, from, count * sizeof(float));
-    return Lanes::at(room);
+    if (count == kApart) return Lanes::at(from);
+    return count == 0 ? beyond : decoded<stored::Float32>(from, count, beyond);
   }
   PYCOMM_HD static Lanes load(const void* from, uint32_t form, size_t i, int left, int k) {
-    if (form == kFloat32) return load(static_cast<const float*>(from), i, left, k);
-    const size_t count = there(left, k);
+    if (kPlain || form == kFloat32) return load(static_cast<const float*>(from), i, left, k);
+    const int count = there(left, k);
     if (count == 0) return 0.0f;
     i += k * kLanes;
+    const auto* const codes = static_cast<const uint16_t*>(from) + i;
+    if (form == kFloat16) return decoded<codecs::cast::Float16>(codes, count);
+    if (form != kInt8) return decoded<codecs::cast::BFloat16>(codes, count);
+    const auto* const block =
+        static_cast<const uint8_t*>(from) + i / stored::kBlock * stored::kBlockBytes;
+    const int first = static_cast<int>(i % stored::kBlock);
     float room[2 * kLanes];
-    if (form == kInt8) {
-      const size_t before = i % feedback::kBlock;
-      Lanes(0.0f).to(room + before);
-      const auto* const blocks = static_cast<const uint8_t*>(from);
-      feedback::load(Storage::int8, blocks + feedback::stored_bytes(Storage::int8, i - before),
-                     {room, before + count});
-      return Lanes::at(room + before);
-    }
-    const auto* codes = static_cast<const uint16_t*>(from) + i;
-    uint16_t some[kLanes] = {};
-    if (count < kLanes) {
-      std::memcpy(some, codes, count * sizeof(uint16_t));
-      codes = some;
-    }
-    form == kFloat16 ? decode<codecs::cast::Float16>(codes, room)
-                     : decode<codecs::cast::BFloat16>(codes, room);
-    return Lanes::at(room);
+    codecs::load_block(block, room);
+    if (first + count > kApart) codecs::load_block(block + stored::kBlockBytes, room + kLanes);
+    return before(count, Lanes::at(room + first), 0.0f);
   }
   PYCOMM_HD static Lanes load(const Array& from, size_t i, int left, int k) {
     return load(from.at, from.form, i, left, k);
   }
 
   PYCOMM_HD static void store(float* to, size_t i, int left, int k, const Lanes& x) {
-    const size_t count = there(left, k);
+    const int count = there(left, k);
     to += i + k * kLanes;
-    if (count == kLanes) return x.to(to);
-    float room[kLanes];
-    x.to(room);
-    std::memcpy(to, room, count * sizeof(float));
+    count == kApart ? x.to(to) : moments::encode<stored::Float32>(x, count, to);
   }
   PYCOMM_HD static void store(const Array& to, size_t i, int left, int k, const Lanes& x) {
-    if (to.is_float32()) return store(to.floats(), i, left, k, x);
-    float room[kLanes];
-    uint16_t codes[kLanes];
-    x.to(room);
-    to.form == kFloat16 ? encode<codecs::cast::Float16>(room, codes)
-                        : encode<codecs::cast::BFloat16>(room, codes);
+    if (kPlain || to.is_float32()) return store(to.floats(), i, left, k, x);
     uint16_t* const at = to.codes() + i + k * kLanes;
-    const size_t count = there(left, k);
-    // Of a known size it is a vector's store.
-    count == kLanes ? std::memcpy(at, codes, sizeof codes)
-                    : std::memcpy(at, codes, count * sizeof(uint16_t));
+    to.form == kFloat16 ? moments::encode<codecs::cast::Float16>(x, there(left, k), at)
+                        : moments::encode<codecs::cast::BFloat16>(x, there(left, k), at);
   }
   PYCOMM_HD void put(const Array& to, size_t i, int left, int k, const Lanes& x) const {
 #ifdef __SSE2__
     float* const at = to.floats() + i + k * kLanes;
-    if (far && to.is_float32() && there(left, k) == kLanes &&
+    if (far && (kPlain || (to.is_float32() && there(left, k) == kApart)) &&
         reinterpret_cast<uintptr_t>(at) % 16 == 0) {
       float room[kLanes];
       x.to(room);
@@ -211,12 +228,13 @@ struct Warp {
   /// i is a multiple of kLanes.
   PYCOMM_HD void store(uint8_t* to, uint32_t form, size_t i, int left, int k,
                        const Lanes& x) const {
-    if (form == kFloat32) return put({to, DType::float32}, i, left, k, x);
+    if (kPlain || form == kFloat32) return put({to, DType::float32}, i, left, k, x);
+    i += k * kLanes;
+    const int count = there(left, k);
+    if (form != kInt8) return moments::encode<stored::BFloat16>(x, count, to + i * 2);
     float room[kLanes];
-    x.to(room);
-    const auto storage = static_cast<Storage>(form);
-    feedback::store(storage, {room, there(left, k)},
-                    to + feedback::stored_bytes(storage, i + k * kLanes));
+    before(count, x, 0.0f).to(room);
+    codecs::store_block(room, to + i / stored::kBlock * stored::kBlockBytes);
   }
 
   PYCOMM_HD static Lanes clamped(Lanes x, float limit) {
@@ -229,13 +247,13 @@ struct Warp {
   PYCOMM_HD static void look(Probe& probe, size_t i, int left, int k, const Lanes& x) {
     float room[kLanes];
     x.to(room);
-    for (size_t l = 0; l < there(left, k); l++) {
+    for (int l = 0; l < there(left, k); l++) {
       look_at(probe, static_cast<uint32_t>(i + k * kLanes + l), room[l]);
     }
   }
   PYCOMM_HD static float sum(const Lanes& x) {
     float lane[8];
-    *reinterpret_cast<Eight*>(lane) = (x.a + x.c) + (x.b + x.d);
+    *reinterpret_cast<EightAnywhere*>(lane) = (x.a + x.c) + (x.b + x.d);
     for (size_t l = 0; l < 4; l++) lane[l] += lane[l + 4];
     return (lane[0] + lane[2]) + (lane[1] + lane[3]);
   }
@@ -246,10 +264,10 @@ struct Warp {
 PYCOMM_SIMD float sum_of_patch(const float* patch, size_t count) {
   Lanes lanes(0.0f);
   const int left = static_cast<int>(count);
-  for (int k = 0; Warp::has(k, left); k++) {
-    lanes = lanes + Warp::load(patch, 0, left, k);
+  for (int k = 0; Warp<false>::has(k, left); k++) {
+    lanes = lanes + Warp<false>::load(patch, 0, left, k);
   }
-  return Warp::sum(lanes);
+  return Warp<false>::sum(lanes);
 }
 
 /// A thread that works alone.
@@ -287,50 +305,71 @@ struct Alone {
 
 // ------------------------------------------------------------------------------ passes
 
-// A thread takes a block of rows, in the order of memory, or some patches of neighbours. Arguments
-// are copied: what is stored could else change them, for all that the compiler knows.
+// A thread takes a block of rows, or some neighbours. Arguments are copied: what is stored could
+// else change them, for all that the compiler knows.
+
+#define PYCOMM_INLINED __attribute__((always_inline))
+
+/// Calls act(warp).
+template <typename Act>
+PYCOMM_HD void with_warp(bool plain, bool far, const Act& act) {
+  plain ? act(Warp<true>{far}) : act(Warp<false>{far});
+}
+
+/// Calls act(first, end, patch) for all parts of rows of a block, up to `count`. They are in the
+/// order of memory, which the caches do not hold, or as large as they can be.
+template <typename Act>
+PYCOMM_HD void over_tiles(const Rows& rows, size_t block, size_t count, bool far, const Act& act) {
+  const auto patches = static_cast<uint32_t>(rows.patches());
+  const size_t together = far && patches > 1 ? 2 : kBlock;
+  const size_t end = std::min<size_t>(count, (block + 1) * kBlock);
+  for (size_t i = block * kBlock; i < end; i += together) {
+    for (uint32_t patch = 0; patch < patches; patch++) act(i, std::min(end, i + together), patch);
+  }
+}
 
 PYCOMM_SIMD void square(const SquaresParams& given, DType dtype, size_t block, bool far) {
   const auto args = given;
   const Array values(args.values, dtype);
-  const size_t end = std::min<size_t>(args.rows.real(), (block + 1) * kBlock);
-  for (size_t i = block * kBlock; i < end; i += 2) {
-    for (uint32_t patch = 0; patch < args.rows.patches(); patch++) {
-      square_tile(Warp{far}, args, values, i, std::min(end, i + 2), patch);
-    }
-  }
+  const bool plain = values.is_float32() && args.rows.columns % kLanes == 0;
+  with_warp(plain, far, [&](auto warp) PYCOMM_INLINED {
+    over_tiles(args.rows, block, args.rows.real(), far,
+               [&](size_t first, size_t end, uint32_t patch)
+                   PYCOMM_INLINED { square_tile(warp, args, values, first, end, patch); });
+  });
 }
 PYCOMM_SIMD void encode(const EncodeParams& given, DType dtype, size_t block, bool far) {
   const auto args = given;
   const Array values(args.values, dtype), copy(args.copy, dtype);
-  const size_t end = std::min<size_t>(args.rows.count, (block + 1) * kBlock);
-  for (size_t i = block * kBlock; i < end; i++) {
-    for (uint32_t patch = 0; patch < args.rows.patches(); patch++) {
-      encode_tile(Warp{far}, args, values, copy, i, i + 1, patch);
-    }
-  }
+  const bool plain = values.is_float32() && args.momentum_form == kFloat32 &&
+                     args.form == kFloat32 && args.rows.columns % kLanes == 0;
+  with_warp(plain, far, [&](auto warp) PYCOMM_INLINED {
+    over_tiles(args.rows, block, args.rows.count, far,
+               [&](size_t first, size_t end, uint32_t patch)
+                   PYCOMM_INLINED { encode_tile(warp, args, values, copy, first, end, patch); });
+  });
 }
-
-constexpr size_t kTogether = 8;  ///< patches that a thread takes
-
 PYCOMM_SIMD void send(const SentParams& given, DType dtype, size_t unit, bool far) {
   const auto args = given;
-  for (size_t patch = unit * kTogether; patch < (unit + 1) * kTogether; patch++) {
-    send_patch(Warp{far}, args, Array(args.values, dtype), patch);
-  }
+  const Array values(args.values, dtype);
+  const bool plain = values.is_float32() && args.form == kFloat32 && args.out_form == kFloat32 &&
+                     args.rows.numel() % kLanes == 0;
+  with_warp(plain, far, [&](auto warp) PYCOMM_INLINED { send_patch(warp, args, values, unit); });
 }
 PYCOMM_SIMD void land(const LandParams& given, DType dtype, size_t unit, bool far) {
   const auto args = given;
-  for (size_t patch = unit * kTogether; patch < (unit + 1) * kTogether; patch++) {
-    land_patch(Warp{far}, args, Array(args.values, dtype), patch);
-  }
+  const Array values(args.values, dtype);
+  const bool plain = values.is_float32() && args.rows.numel() % kLanes == 0;
+  with_warp(plain, far, [&](auto warp) PYCOMM_INLINED { land_patch(warp, args, values, unit); });
 }
 PYCOMM_SIMD void move(const MoveParams& given, DType dtype, size_t unit, bool far) {
   const auto args = given;
-  for (size_t patch = unit * kTogether; patch < (unit + 1) * kTogether; patch++) {
-    move_patch(Warp{far}, args, Array(args.values, dtype), Array(args.gradient, dtype),
-               Array(args.momentum, dtype), patch);
-  }
+  const Array values(args.values, dtype), gradient(args.gradient, dtype);
+  const Array momentum(args.momentum, dtype);
+  const bool plain = values.is_float32() && args.rows.numel() % kLanes == 0;
+  with_warp(plain, far, [&](auto warp) PYCOMM_INLINED {
+    move_patch(warp, args, values, gradient, momentum, unit);
+  });
 }
 
 /// A pass: the name of its kernel on a device, and what the host does for each unit of a shard, and
@@ -351,8 +390,8 @@ constexpr Kernel<SentParams> kSent{"sent", send, nullptr};
 constexpr Kernel<LandParams> kLand{"land", land, [](const LandParams& args, DType dtype) {
                                      Probe probe{};
                                      for (size_t patch = 0; patch < kProbed / kPatch; patch++) {
-                                       look_at_patch(Warp{false}, args, Array(args.values, dtype),
-                                                     patch, probe);
+                                       look_at_patch(Warp<false>{false}, args,
+                                                     Array(args.values, dtype), patch, probe);
                                      }
                                      room_of(args).numbers->probe = probed(probe, args.unit);
                                    }};
@@ -379,8 +418,9 @@ class Run {
 
   /// The same of a pass that takes patches of neighbours.
   void add_neighbours(const Params& params) {
-    const size_t values = params.rows.numel(), patches = (values + kPatch - 1) / kPatch;
-    add(params, patches, (patches + kTogether - 1) / kTogether, values);
+    constexpr size_t kUnit = Warp<true>::kNeighbours;
+    const size_t values = params.rows.numel();
+    add(params, (values + kPatch - 1) / kPatch, (values + kUnit - 1) / kUnit, values);
   }
 
   void start(const Where& where, const float* swapped = nullptr) const {

@@ -60,6 +60,8 @@ struct Place {
 struct Warp {
   using Lanes = float;
   static constexpr bool kGoesOn = false;  ///< squares take all rows of a block at once
+  static constexpr int kAhead = kEach;
+  static constexpr size_t kNeighbours = kPatch;
   uint32_t lane = codecs::lane_of_warp();
 
   __device__ static bool has(int k, int) { return k < kEach; }
@@ -67,7 +69,7 @@ struct Warp {
     return k * kApart < left - static_cast<int>(lane);
   }
   __device__ bool leads() const { return lane == 0; }
-  __device__ Place place(const Rows& rows, size_t i) const {
+  __device__ Place place(const Rows& rows, size_t i, const float*) const {
     return {rows, static_cast<uint32_t>((i + lane) / rows.columns),
             static_cast<uint32_t>((i + lane) % rows.columns)};
   }

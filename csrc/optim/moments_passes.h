@@ -10,7 +10,11 @@
 //   sum(lanes)              half of the lanes is added to the other, until one is left
 //   clamped(lanes, limit)   those from -limit to limit; a NaN stays one
 //   leads()                 true for one lane
-//   place(rows, i)          the places of values from i on in their matrix; see send_patch()
+//   place(rows, i, by)      the places of values from i on in their matrix, of whose columns `by`
+//   are
+//                           factors; null: there are none
+//   kAhead                  values of each lane that are loaded before they are worked on
+//   kNeighbours             those that a warp takes at once where rows do not matter
 //
 // A Team is what works on a matrix when all warps have: one thread of the host, or a block of a
 // device. It has each(count, act): act(i) for i < count; total(count, at): the sum of at(i), in the
@@ -47,10 +51,10 @@ PYCOMM_HD Room room_of(const Params& args) {
   return args.room == nullptr ? Room{} : room_at(args.room, args.rows.all, args.rows.columns);
 }
 
-/// Returns how many of `size` values there are from `begin` on, up to those of a patch.
-PYCOMM_HD int left_of(size_t size, size_t begin) {
+/// Returns how many of `size` values there are from `begin` on, up to those of a patch, or `most`.
+PYCOMM_HD int left_of(size_t size, size_t begin, size_t most = kPatch) {
   const size_t left = begin < size ? size - begin : 0;
-  return left < kPatch ? static_cast<int>(left) : static_cast<int>(kPatch);
+  return left < most ? static_cast<int>(left) : static_cast<int>(most);
 }
 
 /// Returns the factor of a row of a shard; that of padding changes nothing.
@@ -102,18 +106,21 @@ PYCOMM_PASS void square_tile(const Warp& warp, const SquaresParams& args, const 
   for (size_t i = first; i < end; i += 2) {
     const size_t at = i * rows.columns + begin;
     const bool two = i + 1 < end;
-    Lanes x[kEach], y[kEach], of_x{}, of_y{};
+    Lanes x[Warp::kAhead], y[Warp::kAhead], of_x{}, of_y{};
     PYCOMM_UNROLL
-    for (int k = 0; warp.has(k, left); k++) {
-      x[k] = warp.load(values, at, left, k);
-      y[k] = two ? warp.load(values, at + rows.columns, left, k) : Lanes{};
-    }
-    PYCOMM_UNROLL
-    for (int k = 0; warp.has(k, left); k++) {
-      const Lanes of_one = x[k] * x[k], of_other = y[k] * y[k];
-      of_x = of_x + of_one;
-      of_y = of_y + of_other;
-      column[k] = column[k] + (of_one + of_other);
+    for (int from = 0; warp.has(from, left); from += Warp::kAhead) {
+      PYCOMM_UNROLL
+      for (int a = 0; a < Warp::kAhead; a++) {
+        x[a] = warp.load(values, at, left, from + a);
+        y[a] = two ? warp.load(values, at + rows.columns, left, from + a) : Lanes{};
+      }
+      PYCOMM_UNROLL
+      for (int a = 0; a < Warp::kAhead; a++) {
+        const Lanes of_one = x[a] * x[a], of_other = y[a] * y[a];
+        of_x = of_x + of_one;
+        of_y = of_y + of_other;
+        column[from + a] = column[from + a] + (of_one + of_other);
+      }
     }
     const float sum_of_x = warp.sum(of_x), sum_of_y = warp.sum(of_y);
     if (warp.leads()) {
@@ -126,7 +133,11 @@ PYCOMM_PASS void square_tile(const Warp& warp, const SquaresParams& args, const 
       Lanes products{};
       PYCOMM_UNROLL
       for (int k = 0; warp.has(k, left); k++) {
-        products = products + (r == 0 ? x[k] : y[k]) * warp.load(args.signs, begin, left, k);
+        const int a = k % Warp::kAhead;
+        const Lanes z = Warp::kAhead < kEach ? warp.load(values, at + r * rows.columns, left, k)
+                        : r == 0             ? x[a]
+                                             : y[a];
+        products = products + z * warp.load(args.signs, begin, left, k);
       }
       const float sum = warp.sum(products);
       if (warp.leads()) parts.projection[behind / args.stride * patches + patch] = sum;
@@ -215,6 +226,8 @@ PYCOMM_PASS void encode_tile(const Warp& warp, const EncodeParams& args, const A
   const float share = room.shares[rows.shard];
   const float other = (1 - share) * beta;
   const bool goes_on = beta > 0;
+  constexpr bool all =
+      Warp::kAhead == kEach;  // what is not wanted costs a device less than to decide
   Lanes by_column[kEach];
   PYCOMM_UNROLL
   for (int k = 0; warp.has(k, left); k++) {
@@ -224,24 +237,29 @@ PYCOMM_PASS void encode_tile(const Warp& warp, const EncodeParams& args, const A
     const float by_row = args.divides != 0 ? factor_of(room.inverse_row, rows, i) : 1.0f;
     const bool adds = goes_on && i < real;
     const size_t at = i * rows.columns + begin;
-    Lanes g[kEach], m[kEach], e[kEach], of_left{}, of_coded{};
+    Lanes g[Warp::kAhead], m[Warp::kAhead], e[Warp::kAhead], of_left{}, of_coded{};
     PYCOMM_UNROLL
-    for (int k = 0; warp.has(k, left); k++) {
-      g[k] = warp.load(values, at, left, k);
-      m[k] = warp.load(args.momentum, args.momentum_form, at, adds ? left : 0, k);
-      e[k] = warp.load(args.stored, args.form, at, args.stored != nullptr ? left : 0, k);
-    }
-    PYCOMM_UNROLL
-    for (int k = 0; warp.has(k, left); k++) {
-      Lanes p = adds ? g[k] * rest + m[k] * beta : g[k] * rest;
-      p = p * by_row * by_column[k];
-      if (share < 1.0f) p = p * share;
-      if (share < 1.0f && adds) p = p + m[k] * other * by_row * by_column[k];
-      const Lanes both = p + e[k];
-      of_left = of_left + e[k] * e[k];
-      of_coded = of_coded + both * both;
-      warp.store(values, at, left, k, p);
-      if (copy.at != nullptr) warp.put(copy, at, left, k, p);
+    for (int from = 0; warp.has(from, left); from += Warp::kAhead) {
+      PYCOMM_UNROLL
+      for (int a = 0; a < Warp::kAhead; a++) {
+        g[a] = warp.load(values, at, left, from + a);
+        m[a] = warp.load(args.momentum, args.momentum_form, at, adds ? left : 0, from + a);
+        e[a] = warp.load(args.stored, args.form, at, args.stored != nullptr ? left : 0, from + a);
+      }
+      PYCOMM_UNROLL
+      for (int a = 0; a < Warp::kAhead; a++) {
+        Lanes p = adds ? g[a] * rest + m[a] * beta : g[a] * rest;
+        if (all || args.divides != 0) p = p * by_row * by_column[from + a];
+        if (share < 1.0f) p = p * share;
+        if (share < 1.0f && adds) p = p + m[a] * other * by_row * by_column[from + a];
+        if (all || args.stored != nullptr) {
+          const Lanes both = p + e[a];
+          of_left = of_left + e[a] * e[a];
+          of_coded = of_coded + both * both;
+        }
+        warp.store(values, at, left, from + a, p);
+        if (copy.at != nullptr) warp.put(copy, at, left, from + a, p);
+      }
     }
     if (args.stored == nullptr) continue;
     const float left_sum = warp.sum(of_left), coded_sum = warp.sum(of_coded);
@@ -281,9 +299,9 @@ PYCOMM_PASS void send_patch(const Warp& warp, const SentParams& args, const Arra
   const Room room = room_of(args);
   const uint8_t* const before = args.swapped != 0 ? args.after : args.before;
   const uint8_t* const after = args.swapped != 0 ? args.before : args.after;
-  const size_t begin = patch * kPatch;
-  const int left = left_of(args.rows.numel(), begin);
-  auto place = warp.place(args.rows, begin);
+  const size_t begin = patch * Warp::kNeighbours;
+  const int left = left_of(args.rows.numel(), begin, Warp::kNeighbours);
+  auto place = warp.place(args.rows, begin, args.divides != 0 ? room.by_column : nullptr);
   PYCOMM_UNROLL
   for (int k = 0; warp.has(k, left); k++, place.next()) {
     Lanes x{};
@@ -309,9 +327,9 @@ PYCOMM_PASS void land_patch(const Warp& warp, const LandParams& args, const Arra
                             size_t patch) {
   if (args.divides == 0 && args.unit == 1.0f) return;
   const Room room = room_of(args);
-  const size_t begin = patch * kPatch;
-  const int left = left_of(args.rows.numel(), begin);
-  auto place = warp.place(args.rows, begin);
+  const size_t begin = patch * Warp::kNeighbours;
+  const int left = left_of(args.rows.numel(), begin, Warp::kNeighbours);
+  auto place = warp.place(args.rows, begin, args.divides != 0 ? room.by_column : nullptr);
   PYCOMM_UNROLL
   for (int k = 0; warp.has(k, left); k++, place.next()) {
     auto x = warp.load(values, begin, left, k);
@@ -351,9 +369,9 @@ PYCOMM_PASS void move_patch(const Warp& warp, const MoveParams& args, const Arra
     const float first = gradient.value(probe.at[0]), second = gradient.value(probe.at[1]);
     by = by * restoring(probe, first, second, gradient.is_float32() ? kTolerance : kTolerance16);
   }
-  const size_t begin = patch * kPatch;
-  const int left = left_of(args.rows.numel(), begin);
-  auto place = warp.place(args.rows, begin);
+  const size_t begin = patch * Warp::kNeighbours;
+  const int left = left_of(args.rows.numel(), begin, Warp::kNeighbours);
+  auto place = warp.place(args.rows, begin, divides ? room.reciprocal_column : nullptr);
   PYCOMM_UNROLL
   for (int k = 0; warp.has(k, left); k++, place.next()) {
     Lanes moved = warp.load(gradient, begin, left, k);
