@@ -121,7 +121,8 @@ struct Array : Stored {
   }
 };
 
-/// The places of neighbours in their matrix.
+/// The places of neighbours in their matrix. `kWhole`: lanes are all in one row.
+template <bool kWhole>
 struct Place {
   const Rows& rows;
   size_t row, column;      // of the first
@@ -129,7 +130,7 @@ struct Place {
 
   PYCOMM_HD Place(const Rows& rows, size_t i, const float* by_column)
       : rows(rows), row(i / rows.columns), column(i % rows.columns) {
-    if (by_column == nullptr || rows.columns % kLanes == 0) return;
+    if (kWhole || by_column == nullptr) return;
     size_t j = (kLanes * rows.columns - kLanes + 1) % rows.columns;
     for (float& each : edge) {
       each = by_column[j];
@@ -139,8 +140,10 @@ struct Place {
   PYCOMM_HD void next() {
     for (column += kLanes; column >= rows.columns; row++) column -= rows.columns;
   }
+  PYCOMM_HD bool in_one_row() const { return kWhole || column + kLanes <= rows.columns; }
   PYCOMM_HD Lanes by_row(const float* factors) const {
     Lanes by = factor_of(factors, rows, row);
+    if (in_one_row()) return by;
     size_t i = row + 1;
     for (size_t end = rows.columns - column; end < kLanes; end += rows.columns) {
       by = before(static_cast<int>(end), by, factor_of(factors, rows, i++));
@@ -148,12 +151,11 @@ struct Place {
     return by;
   }
   PYCOMM_HD Lanes by_column(const float* factors) const {
-    const bool in_one_row = column + kLanes <= rows.columns;
-    return Lanes::at(in_one_row ? factors + column : edge + (kLanes - 1 + column - rows.columns));
+    return Lanes::at(in_one_row() ? factors + column : edge + kLanes - 1 + column - rows.columns);
   }
 };
 
-/// `kPlain`: all arrays are of floats, and all lanes have values, as in most passes, which take
+/// `kPlain`: all arrays are of floats, and rows of whole lanes, as in most passes, which take
 /// half of the time where nothing decides about that.
 template <bool kPlain>
 struct Warp {
@@ -171,7 +173,7 @@ struct Warp {
   }
   PYCOMM_HD static bool takes(int, int) { return true; }
   PYCOMM_HD static bool leads() { return true; }
-  PYCOMM_HD static Place place(const Rows& rows, size_t i, const float* by_column) {
+  PYCOMM_HD static Place<kPlain> place(const Rows& rows, size_t i, const float* by_column) {
     return {rows, i, by_column};
   }
 
@@ -194,6 +196,7 @@ struct Warp {
     const int first = static_cast<int>(i % stored::kBlock);
     float room[2 * kLanes];
     codecs::load_block(block, room);
+    if (first == 0 && count == kApart) return Lanes::at(room);
     if (first + count > kApart) codecs::load_block(block + stored::kBlockBytes, room + kLanes);
     return before(count, Lanes::at(room + first), 0.0f);
   }
@@ -233,7 +236,7 @@ struct Warp {
     const int count = there(left, k);
     if (form != kInt8) return moments::encode<stored::BFloat16>(x, count, to + i * 2);
     float room[kLanes];
-    before(count, x, 0.0f).to(room);
+    (count == kApart ? x : before(count, x, 0.0f)).to(room);
     codecs::store_block(room, to + i / stored::kBlock * stored::kBlockBytes);
   }
 
@@ -353,20 +356,20 @@ PYCOMM_SIMD void send(const SentParams& given, DType dtype, size_t unit, bool fa
   const auto args = given;
   const Array values(args.values, dtype);
   const bool plain = values.is_float32() && args.form == kFloat32 && args.out_form == kFloat32 &&
-                     args.rows.numel() % kLanes == 0;
+                     args.rows.columns % kLanes == 0;
   with_warp(plain, far, [&](auto warp) PYCOMM_INLINED { send_patch(warp, args, values, unit); });
 }
 PYCOMM_SIMD void land(const LandParams& given, DType dtype, size_t unit, bool far) {
   const auto args = given;
   const Array values(args.values, dtype);
-  const bool plain = values.is_float32() && args.rows.numel() % kLanes == 0;
+  const bool plain = values.is_float32() && args.rows.columns % kLanes == 0;
   with_warp(plain, far, [&](auto warp) PYCOMM_INLINED { land_patch(warp, args, values, unit); });
 }
 PYCOMM_SIMD void move(const MoveParams& given, DType dtype, size_t unit, bool far) {
   const auto args = given;
   const Array values(args.values, dtype), gradient(args.gradient, dtype);
   const Array momentum(args.momentum, dtype);
-  const bool plain = values.is_float32() && args.rows.numel() % kLanes == 0;
+  const bool plain = values.is_float32() && args.rows.columns % kLanes == 0;
   with_warp(plain, far, [&](auto warp) PYCOMM_INLINED {
     move_patch(warp, args, values, gradient, momentum, unit);
   });
