@@ -85,6 +85,9 @@ PYCOMM_HD Lanes before(int lane, const Lanes& x, const Lanes& y) {
 template <typename Form>
 PYCOMM_HD Lanes decoded(const void* from, int count, float beyond = 0.0f) {
   const auto* const codes = static_cast<const typename Form::Code*>(from);
+  if constexpr (sizeof *codes == sizeof(float)) {
+    if (count == kApart) return Lanes::at(codes);
+  }
   float room[kLanes];
   if (count == kApart) {
     for (int l = 0; l < kApart; l++) room[l] = Form::decode(codes[l]);
@@ -96,6 +99,9 @@ PYCOMM_HD Lanes decoded(const void* from, int count, float beyond = 0.0f) {
 template <typename Form>
 PYCOMM_HD void encode(const Lanes& x, int count, void* to) {
   auto* const codes = static_cast<typename Form::Code*>(to);
+  if constexpr (sizeof *codes == sizeof(float)) {
+    if (count == kApart) return x.to(codes);
+  }
   float room[kLanes];
   x.to(room);
   if (count == kApart) {
@@ -106,20 +112,6 @@ PYCOMM_HD void encode(const Lanes& x, int count, void* to) {
     }
   }
 }
-
-/// Values of a dtype.
-struct Array : Stored {
-  Array(const void* at, DType dtype)
-      : Stored{static_cast<uint8_t*>(const_cast<void*>(at)), form_of(dtype)} {}
-  PYCOMM_HD bool is_float32() const { return form == kFloat32; }
-  PYCOMM_HD float* floats() const { return reinterpret_cast<float*>(at); }
-  PYCOMM_HD uint16_t* codes() const { return reinterpret_cast<uint16_t*>(at); }
-  PYCOMM_HD float value(size_t i) const {
-    return is_float32()       ? floats()[i]
-           : form == kFloat16 ? codecs::cast::Float16::decode(codes()[i])
-                              : codecs::cast::BFloat16::decode(codes()[i]);
-  }
-};
 
 /// The places of neighbours in their matrix. `kWhole`: lanes are all in one row.
 template <bool kWhole>
@@ -160,7 +152,7 @@ struct Place {
 template <bool kPlain>
 struct Warp {
   using Lanes = moments::Lanes;
-  static constexpr bool kGoesOn = true;  ///< squares take two rows of a block at a time
+  static constexpr bool kGoesOn = true;  ///< squares may take the rows of a block in parts
   static constexpr int kAhead = 1;
   static constexpr size_t kNeighbours = 8 * kPatch;
   /// put() writes past the caches, which do not hold the pass and would read the memory first.
@@ -179,9 +171,11 @@ struct Warp {
 
   PYCOMM_HD static Lanes load(const float* from, size_t i, int left, int k, float beyond = 0.0f) {
     const int count = there(left, k);
-    from += i + k * kLanes;
-    if (count == kApart) return Lanes::at(from);
-    return count == 0 ? beyond : decoded<stored::Float32>(from, count, beyond);
+    return count == 0 ? beyond : decoded<stored::Float32>(from + i + k * kLanes, count, beyond);
+  }
+  template <typename Value>
+  PYCOMM_HD static Lanes load(const Array<Value>& from, size_t i, int left, int k) {
+    return decoded<Value>(from.at + i + k * kLanes, there(left, k));
   }
   PYCOMM_HD static Lanes load(const void* from, uint32_t form, size_t i, int left, int k) {
     if (kPlain || form == kFloat32) return load(static_cast<const float*>(from), i, left, k);
@@ -200,30 +194,25 @@ struct Warp {
     if (first + count > kApart) codecs::load_block(block + stored::kBlockBytes, room + kLanes);
     return before(count, Lanes::at(room + first), 0.0f);
   }
-  PYCOMM_HD static Lanes load(const Array& from, size_t i, int left, int k) {
-    return load(from.at, from.form, i, left, k);
-  }
 
   PYCOMM_HD static void store(float* to, size_t i, int left, int k, const Lanes& x) {
-    const int count = there(left, k);
-    to += i + k * kLanes;
-    count == kApart ? x.to(to) : moments::encode<stored::Float32>(x, count, to);
+    moments::encode<stored::Float32>(x, there(left, k), to + i + k * kLanes);
   }
-  PYCOMM_HD static void store(const Array& to, size_t i, int left, int k, const Lanes& x) {
-    if (kPlain || to.is_float32()) return store(to.floats(), i, left, k, x);
-    uint16_t* const at = to.codes() + i + k * kLanes;
-    to.form == kFloat16 ? moments::encode<codecs::cast::Float16>(x, there(left, k), at)
-                        : moments::encode<codecs::cast::BFloat16>(x, there(left, k), at);
+  template <typename Value>
+  PYCOMM_HD static void store(const Array<Value>& to, size_t i, int left, int k, const Lanes& x) {
+    moments::encode<Value>(x, there(left, k), to.at + i + k * kLanes);
   }
-  PYCOMM_HD void put(const Array& to, size_t i, int left, int k, const Lanes& x) const {
+  template <typename Value>
+  PYCOMM_HD void put(const Array<Value>& to, size_t i, int left, int k, const Lanes& x) const {
 #ifdef __SSE2__
-    float* const at = to.floats() + i + k * kLanes;
-    if (far && (kPlain || (to.is_float32() && there(left, k) == kApart)) &&
-        reinterpret_cast<uintptr_t>(at) % 16 == 0) {
-      float room[kLanes];
-      x.to(room);
-      for (size_t l = 0; l < kLanes; l += 4) _mm_stream_ps(at + l, _mm_loadu_ps(room + l));
-      return;
+    if constexpr (Array<Value>::is_float32()) {
+      float* const at = to.at + i + k * kLanes;
+      if (far && there(left, k) == kApart && reinterpret_cast<uintptr_t>(at) % 16 == 0) {
+        float room[kLanes];
+        x.to(room);
+        for (size_t l = 0; l < kLanes; l += 4) _mm_stream_ps(at + l, _mm_loadu_ps(room + l));
+        return;
+      }
     }
 #endif
     store(to, i, left, k, x);
@@ -231,7 +220,7 @@ struct Warp {
   /// i is a multiple of kLanes.
   PYCOMM_HD void store(uint8_t* to, uint32_t form, size_t i, int left, int k,
                        const Lanes& x) const {
-    if (kPlain || form == kFloat32) return put({to, DType::float32}, i, left, k, x);
+    if (kPlain || form == kFloat32) return put(Array<stored::Float32>(to), i, left, k, x);
     i += k * kLanes;
     const int count = there(left, k);
     if (form != kInt8) return moments::encode<stored::BFloat16>(x, count, to + i * 2);
@@ -313,10 +302,19 @@ struct Alone {
 
 #define PYCOMM_INLINED __attribute__((always_inline))
 
-/// Calls act(warp).
+/// Calls act(warp, value) for arrays of a dtype, and rows of so many columns; `floats`: so are all
+/// others.
 template <typename Act>
-PYCOMM_HD void with_warp(bool plain, bool far, const Act& act) {
-  plain ? act(Warp<true>{far}) : act(Warp<false>{far});
+PYCOMM_HD void with_warp(DType dtype, bool floats, size_t columns, bool far, const Act& act) {
+  if (dtype == DType::bfloat16) {
+    act(Warp<false>{far}, codecs::cast::BFloat16());
+  } else if (dtype == DType::float16) {
+    act(Warp<false>{far}, codecs::cast::Float16());
+  } else if (floats && columns % kLanes == 0) {
+    act(Warp<true>{far}, stored::Float32());
+  } else {
+    act(Warp<false>{far}, stored::Float32());
+  }
 }
 
 /// Calls act(first, end, patch) for all parts of rows of a block, up to `count`. They are in the
@@ -333,9 +331,8 @@ PYCOMM_HD void over_tiles(const Rows& rows, size_t block, size_t count, bool far
 
 PYCOMM_SIMD void square(const SquaresParams& given, DType dtype, size_t block, bool far) {
   const auto args = given;
-  const Array values(args.values, dtype);
-  const bool plain = values.is_float32() && args.rows.columns % kLanes == 0;
-  with_warp(plain, far, [&](auto warp) PYCOMM_INLINED {
+  with_warp(dtype, true, args.rows.columns, far, [&](auto warp, auto value) PYCOMM_INLINED {
+    const Array<decltype(value)> values(args.values);
     over_tiles(args.rows, block, args.rows.real(), far,
                [&](size_t first, size_t end, uint32_t patch)
                    PYCOMM_INLINED { square_tile(warp, args, values, first, end, patch); });
@@ -343,10 +340,9 @@ PYCOMM_SIMD void square(const SquaresParams& given, DType dtype, size_t block, b
 }
 PYCOMM_SIMD void encode(const EncodeParams& given, DType dtype, size_t block, bool far) {
   const auto args = given;
-  const Array values(args.values, dtype), copy(args.copy, dtype);
-  const bool plain = values.is_float32() && args.momentum_form == kFloat32 &&
-                     args.form == kFloat32 && args.rows.columns % kLanes == 0;
-  with_warp(plain, far, [&](auto warp) PYCOMM_INLINED {
+  const bool floats = args.momentum_form == kFloat32 && args.form == kFloat32;
+  with_warp(dtype, floats, args.rows.columns, far, [&](auto warp, auto value) PYCOMM_INLINED {
+    const Array<decltype(value)> values(args.values), copy(args.copy);
     over_tiles(args.rows, block, args.rows.count, far,
                [&](size_t first, size_t end, uint32_t patch)
                    PYCOMM_INLINED { encode_tile(warp, args, values, copy, first, end, patch); });
@@ -354,24 +350,31 @@ PYCOMM_SIMD void encode(const EncodeParams& given, DType dtype, size_t block, bo
 }
 PYCOMM_SIMD void send(const SentParams& given, DType dtype, size_t unit, bool far) {
   const auto args = given;
-  const Array values(args.values, dtype);
-  const bool plain = values.is_float32() && args.form == kFloat32 && args.out_form == kFloat32 &&
-                     args.rows.columns % kLanes == 0;
-  with_warp(plain, far, [&](auto warp) PYCOMM_INLINED { send_patch(warp, args, values, unit); });
+  const bool floats = args.form == kFloat32 && args.out_form == kFloat32;
+  with_warp(dtype, floats, args.rows.columns, far, [&](auto warp, auto value) PYCOMM_INLINED {
+    send_patch(warp, args, Array<decltype(value)>(args.values), unit);
+  });
 }
 PYCOMM_SIMD void land(const LandParams& given, DType dtype, size_t unit, bool far) {
   const auto args = given;
-  const Array values(args.values, dtype);
-  const bool plain = values.is_float32() && args.rows.columns % kLanes == 0;
-  with_warp(plain, far, [&](auto warp) PYCOMM_INLINED { land_patch(warp, args, values, unit); });
+  with_warp(dtype, true, args.rows.columns, far, [&](auto warp, auto value) PYCOMM_INLINED {
+    land_patch(warp, args, Array<decltype(value)>(args.values), unit);
+  });
+}
+void look(const LandParams& args, DType dtype) {
+  Probe probe{};
+  with_warp(dtype, true, args.rows.columns, false, [&](auto, auto value) PYCOMM_INLINED {
+    for (size_t patch = 0; patch < kProbed / kPatch; patch++) {
+      look_at_patch(Warp<false>{false}, args, Array<decltype(value)>(args.values), patch, probe);
+    }
+  });
+  room_of(args).numbers->probe = probed(probe, args.unit);
 }
 PYCOMM_SIMD void move(const MoveParams& given, DType dtype, size_t unit, bool far) {
   const auto args = given;
-  const Array values(args.values, dtype), gradient(args.gradient, dtype);
-  const Array momentum(args.momentum, dtype);
-  const bool plain = values.is_float32() && args.rows.columns % kLanes == 0;
-  with_warp(plain, far, [&](auto warp) PYCOMM_INLINED {
-    move_patch(warp, args, values, gradient, momentum, unit);
+  with_warp(dtype, true, args.rows.columns, far, [&](auto warp, auto value) PYCOMM_INLINED {
+    using Values = Array<decltype(value)>;
+    move_patch(warp, args, Values(args.values), Values(args.gradient), Values(args.momentum), unit);
   });
 }
 
@@ -390,14 +393,7 @@ constexpr Kernel<EncodeParams> kEncode{"encode", encode, [](const EncodeParams& 
                                          if (args.rows.shard == 0) finish_encode(Alone(), args);
                                        }};
 constexpr Kernel<SentParams> kSent{"sent", send, nullptr};
-constexpr Kernel<LandParams> kLand{"land", land, [](const LandParams& args, DType dtype) {
-                                     Probe probe{};
-                                     for (size_t patch = 0; patch < kProbed / kPatch; patch++) {
-                                       look_at_patch(Warp<false>{false}, args,
-                                                     Array(args.values, dtype), patch, probe);
-                                     }
-                                     room_of(args).numbers->probe = probed(probe, args.unit);
-                                   }};
+constexpr Kernel<LandParams> kLand{"land", land, look};
 constexpr Kernel<MoveParams> kMove{"move", move, nullptr};
 constexpr Kernel<CollectParams> kCollect{
     "collect", nullptr, [](const CollectParams& args, DType) { write_means(Alone(), args); }};

@@ -15,17 +15,6 @@ namespace pycomm::moments {
 
 static_assert(kLanes == cuda::kLanes && kLanes == codecs::stored::kBlock);
 
-/// Values of a dtype.
-template <typename Value>
-struct Array {
-  typename Value::Code* at;
-
-  __device__ explicit Array(const void* values)
-      : at(static_cast<typename Value::Code*>(const_cast<void*>(values))) {}
-  __device__ float value(size_t i) const { return Value::decode(at[i]); }
-  __device__ static constexpr bool is_float32() { return sizeof(*at) == 4; }
-};
-
 /// Returns value i of an array in one of the forms.
 __device__ __forceinline__ float stored_value(const void* from, uint32_t form, size_t i) {
   if (form == codecs::stored::kFloat32) return static_cast<const float*>(from)[i];

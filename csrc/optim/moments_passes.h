@@ -41,6 +41,17 @@ namespace pycomm::moments {
 constexpr int kApart = kLanes;          ///< of a lane's values
 constexpr int kEach = kPatch / kLanes;  ///< and their number
 
+/// Values of a dtype, which are coded as `Value` says.
+template <typename Value>
+struct Array {
+  typename Value::Code* at;
+
+  PYCOMM_HD explicit Array(const void* values)
+      : at(static_cast<typename Value::Code*>(const_cast<void*>(values))) {}
+  PYCOMM_HD float value(size_t i) const { return Value::decode(at[i]); }
+  PYCOMM_HD static constexpr bool is_float32() { return sizeof(*at) == 4; }
+};
+
 /// The larger one, as std::max.
 PYCOMM_HD float larger(float x, float y) { return x < y ? y : x; }
 
