@@ -25,8 +25,7 @@ static_assert(kLanes == 32 && kLanes == stored::kBlock);
 // ------------------------------------------------------------------------------ a warp of the host
 
 // A vector of the compiler's, which each level of SIMD holds in as many registers as it needs.
-using Eight = float __attribute__((vector_size(32)));
-using EightAnywhere = float __attribute__((vector_size(32), aligned(4), may_alias));
+using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
 
 /// A float of each lane. Four members and no array, which stay in registers.
 struct Lanes {
@@ -35,16 +34,17 @@ struct Lanes {
   Lanes() = default;
   PYCOMM_HD Lanes(Eight a, Eight b, Eight c, Eight d) : a(a), b(b), c(c), d(d) {}
   PYCOMM_HD Lanes(float x) {
-    const Eight all = {x, x, x, x, x, x, x, x};  // a member would be written value by value
-    a = b = c = d = all;
+    float room[kLanes];  // a vector's values would be put in one by one
+    for (float& each : room) each = x;
+    *this = at(room);
   }
 
   PYCOMM_HD static Lanes at(const float* x) {
-    const auto* from = reinterpret_cast<const EightAnywhere*>(x);
+    const auto* from = reinterpret_cast<const Eight*>(x);
     return {from[0], from[1], from[2], from[3]};
   }
   PYCOMM_HD void to(float* x) const {
-    auto* out = reinterpret_cast<EightAnywhere*>(x);
+    auto* out = reinterpret_cast<Eight*>(x);
     out[0] = a;
     out[1] = b;
     out[2] = c;
@@ -245,7 +245,7 @@ struct Warp {
   }
   PYCOMM_HD static float sum(const Lanes& x) {
     float lane[8];
-    *reinterpret_cast<EightAnywhere*>(lane) = (x.a + x.c) + (x.b + x.d);
+    *reinterpret_cast<Eight*>(lane) = (x.a + x.c) + (x.b + x.d);
     for (size_t l = 0; l < 4; l++) lane[l] += lane[l + 4];
     return (lane[0] + lane[2]) + (lane[1] + lane[3]);
   }

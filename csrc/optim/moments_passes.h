@@ -10,9 +10,8 @@
 //   sum(lanes)              half of the lanes is added to the other, until one is left
 //   clamped(lanes, limit)   those from -limit to limit; a NaN stays one
 //   leads()                 true for one lane
-//   place(rows, i, by)      the places of values from i on in their matrix, of whose columns `by`
-//   are
-//                           factors; null: there are none
+//   place(rows, i, by)      the places of values from i on in their matrix; `by`: factors of its
+//                           columns, or null; see send_patch()
 //   kAhead                  values of each lane that are loaded before they are worked on
 //   kNeighbours             those that a warp takes at once where rows do not matter
 //
@@ -237,8 +236,8 @@ PYCOMM_PASS void encode_tile(const Warp& warp, const EncodeParams& args, const A
   const float share = room.shares[rows.shard];
   const float other = (1 - share) * beta;
   const bool goes_on = beta > 0;
-  constexpr bool all =
-      Warp::kAhead == kEach;  // what is not wanted costs a device less than to decide
+  // On a device, what is not wanted costs less than to decide about it.
+  constexpr bool all = Warp::kAhead == kEach;
   Lanes by_column[kEach];
   PYCOMM_UNROLL
   for (int k = 0; warp.has(k, left); k++) {
