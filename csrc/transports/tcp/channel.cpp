@@ -223,7 +223,7 @@ bool TcpChannel::take_frame(Socket& socket) {
   FrameHeader header;
   header.lane = poller_.lane();
   header.received = socket.acknowledged = socket.arrived;
-  const uint8_t* payload = bare ? nullptr : cut_frame(header);
+  const uint8_t* payload = bare ? nullptr : cut_frame(socket, header);
   // What was sent first must not lie on one socket alone: all that follows would wait for that. But
   // short messages stay on one: TCP learns from the packets behind it that one of them is lost, and
   // without any only by its timer.
@@ -236,7 +236,7 @@ bool TcpChannel::take_frame(Socket& socket) {
 }
 
 // Cuts the next part of the oldest message that has some left. Returns where it lies.
-const uint8_t* TcpChannel::cut_frame(FrameHeader& header) {
+const uint8_t* TcpChannel::cut_frame(Socket& socket, FrameHeader& header) {
   Outgoing& message = outgoing_[cutting_];
   const size_t left = message.data.size - message.cut;
   size_t length = std::min(left, kLargestFrame);

@@ -82,7 +82,7 @@ class TcpChannel final : public Channel {
 
   bool push(Socket& socket);
   bool take_frame(Socket& socket);
-  const uint8_t* cut_frame(FrameHeader& header);
+  const uint8_t* cut_frame(Socket& socket, FrameHeader& header);
   bool write(Socket& socket);
   bool acknowledge(Socket& socket, uint64_t received);
   void keep(Socket& socket);
