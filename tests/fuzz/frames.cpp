@@ -58,7 +58,9 @@ Resume resume_word(Reader& reader, uint64_t received) {
 
 struct Model {
   SentStream stream;
-  std::string all;  // the whole stream, as pushed
+  std::string all;           // the whole stream, as pushed
+  std::string all_payloads;  // of it, without headers
+  size_t fresh = 0;          // of these, as far as the stream has told
   uint64_t position = 0, high = 0, acknowledged = 0;
   size_t frames = 0, released = 0;
 
@@ -71,6 +73,7 @@ struct Model {
     stream.push(header, payloads.back().data());
     all.append(reinterpret_cast<const char*>(&header), sizeof header);
     all.append(payload.begin(), payload.end());
+    all_payloads.append(payload.begin(), payload.end());
   }
   void write(size_t limit) {
     if (stream.all_written()) return;
@@ -86,7 +89,12 @@ struct Model {
       seen += parts[p].iov_len;
     }
     require(seen == bytes && bytes > 0 && bytes <= limit, "next() gives what it says");
-    stream.wrote(bytes);
+    const auto payload = stream.wrote(bytes);
+    require(payload.size <= all_payloads.size() - fresh, "only payload is told");
+    require(std::equal(payload.begin(), payload.end(), all_payloads.begin() + fresh,
+                       [](uint8_t a, char b) { return a == static_cast<uint8_t>(b); }),
+            "what was not written before is told once, in order");
+    fresh += payload.size;
     position += bytes;
     if (position > high) high = position;
   }
@@ -148,6 +156,8 @@ void run_stream(Reader& reader) {
     }
     require(model.stream.all_written() == (model.position == model.all.size()),
             "the stream knows its end");
+    require(model.high < model.all.size() || model.fresh == model.all_payloads.size(),
+            "all payload was told");
   }
 }
 

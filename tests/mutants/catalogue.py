@@ -118,11 +118,11 @@ MUTANTS = (
         "torch/backend/test_ops.py::test_async_operations_run_and_complete_in_order",
     ),
     Mutant(
-        "frame-checksum-not-compared",
+        "frame-checksum-that-follows-not-awaited",
         "csrc/transports/tcp/channel.cpp::TcpChannel::pull_payload",
-        "socket.in_crc != header.payload",
+        "header.checks == FrameHeader::kNext",
         "false",
-        "transports/tcp/test_frames.py::test_damaged_payload_is_found_and_named",
+        "transports/tcp/test_frames.py::test_a_message_waits_for_its_last_checksum",
     ),
     Mutant(
         "requests-of-a-cut-control-connection-lost",

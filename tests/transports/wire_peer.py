@@ -22,7 +22,8 @@ KEY = hashlib.scrypt(SECRET, salt=b"pycomm secret 1", n=2**14, r=8, p=1, dklen=3
 HELLO = struct.Struct("<8s4I4H2I32s")
 REPLY = struct.Struct("<2I32s")
 HEADER = struct.Struct("<I2H3Q2I64sQ3I")  # followed by the checksum in some frames
-WIRE = 9
+WIRE = 8
+UNCHECKED, HERE, NEXT = range(3)  # position of a payload's checksum
 NOTICE = struct.Struct("<3IiI1000s")
 MAGIC, CONTROL = b"pycomm\r\n", 0xFFFF
 CHALLENGE, WELCOME, WRONG_SECRET, WRONG_VERSION, WRONG_SHAPE, WRONG_TLS = range(1, 7)
@@ -80,13 +81,14 @@ def frame(
     lane: int = 0,
     version: int = WIRE,
     magic: int = 0x4D435950,
-    checked: int = 1,
+    checks: int = HERE,
+    before: int = 0,
     received: int = 0,
 ) -> bytes:
     whole = len(payload) if size is None else size
     ids = magic, version, lane, message, offset, whole, len(payload), tag_hash
-    crc = _C.crc32c(payload) if checked == 1 else 0
-    head = HEADER.pack(*ids, bytes(64), received, checked, crc, 0)
+    crc = _C.crc32c(payload) if checks == HERE else 0
+    head = HEADER.pack(*ids, bytes(64), received, checks, crc, before)
     return head + struct.pack("<I", _C.crc32c(head)) + payload
 
 

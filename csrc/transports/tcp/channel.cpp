@@ -64,6 +64,10 @@ struct TcpChannel::Socket {
   size_t greeted = 0;
 
   SentStream out;
+  // `unproven` is the message of a frame whose checksum goes with the next header, or 0; `proving`
+  // is the message of the frame whose checksum is in the last header, until that is written.
+  uint64_t unproven = 0, proving = 0;
+  uint32_t out_crc = 0;
   uint64_t arrived = 0;       // bytes of the incoming stream
   uint64_t acknowledged = 0;  // of these, the bytes that we have acknowledged
 
@@ -73,6 +77,10 @@ struct TcpChannel::Socket {
   FrameHeader in;
   size_t in_done = 0;  // of its payload
   uint32_t in_crc = 0;
+  // The frame before it, if its checksum is still to come.
+  bool unproved = false;
+  FrameHeader last;
+  uint32_t last_crc = 0;
   size_t wake_bytes = 1;
 
   // Bytes that were read ahead: stage[begin, end).
@@ -219,10 +227,15 @@ bool TcpChannel::push(Socket& socket) {
 
 bool TcpChannel::take_frame(Socket& socket) {
   const bool bare = cutting_ == outgoing_.size() || !takes_frames(socket);
-  if (bare && socket.arrived - socket.acknowledged < kAcknowledgeBytes) return false;
+  if (bare && socket.unproven == 0 && socket.arrived - socket.acknowledged < kAcknowledgeBytes) {
+    return false;
+  }
   FrameHeader header;
   header.lane = poller_.lane();
   header.received = socket.acknowledged = socket.arrived;
+  header.before = socket.out_crc;
+  socket.proving = std::exchange(socket.unproven, 0);
+  socket.out_crc = 0;
   const uint8_t* payload = bare ? nullptr : cut_frame(socket, header);
   // What was sent first must not lie on one socket alone: all that follows would wait for that. But
   // short messages stay on one: TCP learns from the packets behind it that one of them is lost, and
@@ -254,8 +267,14 @@ const uint8_t* TcpChannel::cut_frame(Socket& socket, FrameHeader& header) {
   message.frames++;
   message.cut += length;
   if (message.cut == message.data.size) cutting_++;
-  if (checks_payload_) {  // which brings it into the cache for the kernel's copy
-    header.checked = 1;
+  if (checks_payload_ && length >= kSmallestFrame) {
+    // After the kernel's copy the payload is in the cache for the checksum. The message stays until
+    // the header with its checksum is written.
+    header.checks = FrameHeader::kNext;
+    socket.unproven = header.message;
+    message.frames++;
+  } else if (checks_payload_) {
+    header.checks = FrameHeader::kHere;
     header.payload = crc32c(message.data.sub(header.offset, length));
   }
   return message.data.data + header.offset;
@@ -282,7 +301,9 @@ bool TcpChannel::write(Socket& socket) {
   }
   if (bytes < granted) socket.ready.writable = false;
   poller_.count_sent(bytes);
-  socket.out.wrote(bytes);
+  const Span<const uint8_t> fresh = socket.out.wrote(bytes);
+  if (socket.unproven != 0) socket.out_crc = crc32c(fresh, socket.out_crc);
+  proof_written(socket);
   if (socket.out.all_written() && socket.out.in_use() <= kKeepAtOnce) keep(socket);
   return bytes > 0;
 }
@@ -290,14 +311,21 @@ bool TcpChannel::write(Socket& socket) {
 // Returns false if the peer cannot have received so much.
 bool TcpChannel::acknowledge(Socket& socket, uint64_t received) {
   const auto release = [this](const FrameHeader& header) { released(header.message); };
-  return socket.out.acknowledge(received, release);
+  if (!socket.out.acknowledge(received, release)) return false;
+  proof_written(socket);  // after a cut the peer may have all that we were about to repeat
+  return true;
+}
+
+void TcpChannel::proof_written(Socket& socket) {
+  if (socket.out.last_header_written()) released(std::exchange(socket.proving, 0));
 }
 
 void TcpChannel::keep(Socket& socket) {
   socket.out.keep([this](const FrameHeader& header) { released(header.message); });
 }
 
-// Notes that a frame's memory is no longer in use. Messages leave in order.
+// Notes that a frame's memory is no longer in use, or that its checksum is written. Messages leave
+// in order.
 void TcpChannel::released(uint64_t number) {
   if (number == 0) return;
   const size_t place = number - sent_ - 1;
@@ -343,6 +371,10 @@ bool TcpChannel::pull_header(Socket& socket) {
     if (!acknowledge(socket, socket.in.received)) {
       throw_damaged("it acknowledges bytes that were not sent");
     }
+    if (std::exchange(socket.unproved, false)) {
+      check_payload(socket.last, socket.last_crc, socket.in.before);
+      frame_read(socket.last);
+    }
   } while (socket.in.message == 0);
   socket.reading = true;
   socket.accepted = false;
@@ -361,7 +393,7 @@ bool TcpChannel::pull_payload(Socket& socket) {
 
   // Bytes that have just arrived are in the processor's cache.
   const auto take_in = [&](size_t bytes) {
-    if (header.checked != 0) socket.in_crc = crc32c({to + socket.in_done, bytes}, socket.in_crc);
+    if (header.checks) socket.in_crc = crc32c({to + socket.in_done, bytes}, socket.in_crc);
     socket.in_done += bytes;
   };
   const size_t ahead = std::min(socket.staged(), header.length - socket.in_done);
@@ -384,11 +416,13 @@ bool TcpChannel::pull_payload(Socket& socket) {
   }
   socket.wake_at(1);
   socket.reading = false;
-  if (header.checked != 0 && socket.in_crc != header.payload) {
-    throw_damaged("bytes " + std::to_string(header.offset) + " to " +
-                  std::to_string(header.offset + header.length) + " of " +
-                  std::to_string(header.size) + " were changed on their way");
+  if (header.checks == FrameHeader::kNext) {
+    socket.unproved = true;
+    socket.last = header;
+    socket.last_crc = socket.in_crc;
+    return true;
   }
+  if (header.checks == FrameHeader::kHere) check_payload(header, socket.in_crc, header.payload);
   frame_read(header);
   return true;
 }
@@ -403,6 +437,13 @@ void TcpChannel::accept_frame(const FrameHeader& header, Incoming& message) cons
     throw_damaged("a frame arrived twice");
   }
   message.begun += header.length;
+}
+
+void TcpChannel::check_payload(const FrameHeader& header, uint32_t crc, uint32_t expected) const {
+  if (crc == expected) return;
+  throw_damaged("bytes " + std::to_string(header.offset) + " to " +
+                std::to_string(header.offset + header.length) + " of " +
+                std::to_string(header.size) + " were changed on their way");
 }
 
 void TcpChannel::frame_read(const FrameHeader& header) {
@@ -539,7 +580,8 @@ bool TcpChannel::release_buffers() {
   const bool all_written =
       cutting_ == outgoing_.size() &&
       std::all_of(sockets_.begin(), sockets_.end(), [gone](const auto& socket) {
-        return socket->out.all_written() && !socket->greeting && (socket->sock || gone);
+        const bool written = socket->out.all_written() && socket->unproven == 0;
+        return written && !socket->greeting && (socket->sock || gone);
       });
   if (!all_written && (cuts_ > 0 || !stalled())) return false;
   const uint64_t before = sent_;
@@ -564,7 +606,8 @@ void TcpChannel::check_for_loss() const {
   });
   for (const auto& socket : sockets_) {
     if (socket->sock) continue;
-    const bool torn = socket->reading || socket->staged() > 0 || !socket->out.all_written();
+    const bool torn = socket->reading || socket->unproved || socket->staged() > 0 ||
+                      socket->unproven != 0 || !socket->out.all_written();
     if (torn || over) throw_lost(socket->cut_by);
   }
 }

@@ -53,7 +53,7 @@ class TcpChannel final : public Channel {
     uint32_t tag_hash;
     Span<const uint8_t> data;
     size_t cut = 0;     ///< bytes that have a frame
-    size_t frames = 0;  ///< those in use
+    size_t frames = 0;  ///< those in use, and those whose checksum is not written yet
     bool done = false;
   };
   struct Incoming {
@@ -86,6 +86,7 @@ class TcpChannel final : public Channel {
   bool write(Socket& socket);
   bool acknowledge(Socket& socket, uint64_t received);
   void keep(Socket& socket);
+  void proof_written(Socket& socket);
   void released(uint64_t number);
 
   bool pull(Socket& socket);
@@ -94,6 +95,7 @@ class TcpChannel final : public Channel {
   bool pull_payload(Socket& socket);
   bool has_receive(uint64_t message) const { return message - received_ <= incoming_.size(); }
   void accept_frame(const FrameHeader& header, Incoming& message) const;
+  void check_payload(const FrameHeader& header, uint32_t crc, uint32_t expected) const;
   void frame_read(const FrameHeader& header);
   size_t read(Socket& socket, Span<uint8_t> payload);
 

@@ -64,6 +64,18 @@ size_t SentStream::next(std::array<iovec, 2>& parts, size_t& count, size_t limit
   return bytes;
 }
 
+Span<const uint8_t> SentStream::wrote(size_t bytes) {
+  position_ += bytes;
+  if (position_ <= high_) return {};
+  // Bytes that are new belong to the last frame.
+  const Frame& frame = frames_.back();
+  const uint64_t payload = frame.begin + sizeof frame.header;
+  const uint64_t first = std::max(high_, payload);
+  high_ = position_;
+  if (first >= high_) return {};
+  return {frame.payload + (first - payload), static_cast<size_t>(high_ - first)};
+}
+
 void SentStream::copy(const Frame& frame) {
   kept_end_ = std::max(kept_end_, acknowledged_);
   size_t skip = kept_end_ - frame.begin;  // the other end has this much of it
@@ -117,7 +129,10 @@ std::string flaw_of(const FrameHeader& header, uint16_t lane) {
       (header.length == 0 && header.size != 0)) {
     return "a frame does not fit into its message";
   }
-  if (header.checked > 1) return "a frame is checked in a way that is unknown";
+  if (header.checks > FrameHeader::kNext ||
+      (header.checks == FrameHeader::kNext && header.length == 0)) {
+    return "a frame is checked in a way that is unknown";
+  }
   return "";
 }
 

@@ -23,6 +23,10 @@ namespace pycomm::tcp {
 /// The header of every frame, sent as it is in memory: little-endian, without padding.
 struct FrameHeader {
   static constexpr uint32_t kMagic = 0x4d435950;  // "PYCM"
+  /// The place of the payload's CRC-32C: nowhere, in `payload`, or in `before` of the next header
+  /// on this socket, whichever frame that is of.
+  enum Checks : uint32_t { kUnchecked, kHere, kNext };
+
   uint32_t magic = kMagic;
   uint16_t version = 0;
   uint16_t lane = 0;
@@ -33,9 +37,9 @@ struct FrameHeader {
   uint32_t tag_hash = 0;
   OpTag tag;              ///< in every frame, since frames of one message overtake each other
   uint64_t received = 0;  ///< bytes that have arrived of the other end's stream on this socket
-  uint32_t checked = 0;   ///< 1: `payload` is the CRC-32C of its payload
+  uint32_t checks = kUnchecked;
   uint32_t payload = 0;
-  uint32_t reserved = 0;
+  uint32_t before = 0;
   uint32_t checksum = 0;  ///< CRC-32C of all fields above
 };
 static_assert(sizeof(FrameHeader) == 128, "FrameHeader travels without padding");
@@ -66,16 +70,18 @@ class SentStream {
   void push(const FrameHeader& header, const uint8_t* payload);
 
   bool all_written() const { return position_ == end_; }
+  /// True if at least the header of the last frame is written.
+  bool last_header_written() const {
+    return frames_.empty() || position_ >= frames_.back().begin + sizeof frames_.back().header;
+  }
   bool all_acknowledged() const { return acknowledged_ == end_; }
   /// Returns the number of bytes of frames in use.
   size_t in_use() const { return frames_.empty() ? 0 : end_ - std::max(acknowledged_, kept_end_); }
 
   /// Gets the next bytes to write: at most `limit`, and not beyond a frame. Returns how many.
   size_t next(std::array<iovec, 2>& parts, size_t& count, size_t limit) const;
-  void wrote(size_t bytes) {
-    position_ += bytes;
-    high_ = std::max(high_, position_);
-  }
+  /// Records a write. Returns the part of it that is payload and that no connection has had before.
+  Span<const uint8_t> wrote(size_t bytes);
 
   /// False if the other end cannot have received so much, or has reported more before.
   bool may_resume_at(uint64_t received) const {

@@ -24,7 +24,10 @@ from tests.transports.ranks import (
 from tests.transports.wire_peer import (
     CONTROL,
     HEADER,
+    HERE,
     MIB,
+    NEXT,
+    UNCHECKED,
     RankZero,
     close_notice,
     frame,
@@ -66,7 +69,7 @@ def flipped(data: bytes, byte: int) -> bytes:
     ("make", "text"),
     [
         (lambda h: frame(b"1234", tag_hash=h, magic=1), "no frame starts"),
-        (lambda h: frame(b"1234", tag_hash=h, version=8), "version 8"),
+        (lambda h: frame(b"1234", tag_hash=h, version=9), "version 9"),
         (lambda h: frame(b"1234", tag_hash=h, lane=1), "wrong lane"),
         (lambda h: frame(b"1234", tag_hash=h, message=0), "no message number"),
         (lambda h: frame(b"1234", tag_hash=h, offset=1, size=4), "does not fit"),
@@ -78,7 +81,8 @@ def flipped(data: bytes, byte: int) -> bytes:
             ),
             "arrived twice",
         ),
-        (lambda h: frame(b"1234", tag_hash=h, checked=2), "checked in a way that is unknown"),
+        (lambda h: frame(b"1234", tag_hash=h, checks=3), "checked in a way that is unknown"),
+        (lambda h: frame(b"", tag_hash=h, checks=NEXT), "checked in a way that is unknown"),
         (lambda h: frame(b"1234", tag_hash=h, received=MIB), "acknowledges bytes that were"),
         (lambda h: frame(b"12345", tag_hash=h), "4 bytes of all_reduce #1 .* 5 bytes of none"),
         (lambda h: frame(b"1234", tag_hash=h ^ 1), "4 bytes of all_reduce #1 .* 4 bytes of none"),
@@ -115,7 +119,40 @@ def test_damaged_payload_is_found_and_named(rank_0, our_hash, byte, cut):
         rank_0.expect(3000)
 
 
-def test_frames_never_hold_more_than_their_message():
+def checksum_in_next(checksum: int | None, last: bytes, our_hash: int, **follows) -> bytes:
+    """Return a first frame of 1000 bytes, whose checksum is in the header that follows."""
+    size = 1000 + len(last)
+    first = frame(pattern(1000, 1), size=size, tag_hash=our_hash, checks=NEXT)
+    crc = _C.crc32c(pattern(1000, 1)) if checksum is None else checksum
+    return first + frame(last, before=crc, **follows)
+
+
+@pytest.mark.parametrize("crc", [None, 7], ids=["right", "wrong"])
+def test_a_checksum_in_the_next_header_is_compared(rank_0, our_hash, crc):
+    follows = dict(offset=1000, size=3000, tag_hash=our_hash)
+    rank_0.connections[0, 0].sendall(checksum_in_next(crc, pattern(2000, 2), our_hash, **follows))
+    if crc is None:
+        assert rank_0.expect(3000) == pattern(1000, 1) + pattern(2000, 2)
+        return
+    with pytest.raises(pycomm.errors.Error, match=r"from rank 1 .* bytes 0 to 1000 of 3000 were"):
+        rank_0.expect(3000)
+
+
+def test_a_message_waits_for_its_last_checksum(rank_0, our_hash):
+    """The checksum comes in a header that only acknowledges."""
+    data = checksum_in_next(None, b"", our_hash, message=0)
+    rank_0.connections[0, 0].sendall(data[:-1])
+    me = Rank(0, 2, rank_0.transport)
+    goal, result = me.recv(1, 1000, tag())
+    with pytest.raises(pycomm.errors.Timeout):
+        me.wait(goal, timeout=0.2)
+    rank_0.connections[0, 0].sendall(data[-1:])
+    me.wait(goal)
+    assert result() == pattern(1000, 1)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["reading", "its checksum is to come"])
+def test_frames_never_hold_more_than_their_message(late):
     """Otherwise the message would be complete before the second of them ends."""
     rank = RankZero(sockets=2)
     connections = rank.come()
@@ -123,7 +160,8 @@ def test_frames_never_hold_more_than_their_message():
     me.wait(me.send(1, b"", tag()))
     carrier, _, _ = select.select([connections[0, n] for n in (0, 1)], [], [], SECONDS)
     our_hash = HEADER.unpack(read_exactly(carrier[0], HEADER.size + 4)[:-4])[7]
-    connections[0, 0].sendall(frame(pattern(1000, 1), tag_hash=our_hash)[:-1])
+    first = frame(pattern(1000, 1), tag_hash=our_hash, checks=NEXT if late else HERE)
+    connections[0, 0].sendall(first if late else first[:-1])
     goal, _ = me.recv(1, 1000, tag())
     with pytest.raises(pycomm.errors.Timeout):
         me.wait(goal, timeout=0.2)
@@ -133,26 +171,45 @@ def test_frames_never_hold_more_than_their_message():
     rank.leave()
 
 
-@pytest.mark.parametrize("size", [0, 100, MIB // 8, MIB, MIB + 1] * (OUTER is not None))
-def test_what_is_sent_has_a_checksum_of_every_payload(size):
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        (0, [HERE]),
+        (100, [HERE]),
+        (MIB // 8, [NEXT, UNCHECKED]),
+        (MIB, [NEXT] * 4 + [UNCHECKED]),
+        (MIB + 1, [NEXT] * 4 + [HERE]),
+    ]
+    * (OUTER is not None),
+)
+def test_what_is_sent_has_a_checksum_of_every_payload(size, expected):
+    """Long payloads have it in the next header, which has no payload itself if nothing follows."""
     rank = RankZero(**OUTSIDE)
     connection = rank.come()[0, 0]
     payload, me = pattern(size, 3), Rank(0, 2, rank.transport)
     sending = threading.Thread(target=lambda: me.wait(me.send(1, payload, tag())))
     sending.start()
-    got, frames = b"", 0
-    while len(got) < size or frames == 0:
+    got, owed, places = b"", None, []
+    while len(got) < size or owed is not None or not places:
         header = HEADER.unpack(read_exactly(connection, HEADER.size + 4)[:-4])
+        if owed is not None:
+            assert header[12] == owed
+        owed = None
         part = read_exactly(connection, header[6])
-        assert header[10:12] == (1, _C.crc32c(part))
-        got, frames = got + part, frames + 1
+        places.append(header[10])
+        if header[10] == HERE:
+            assert header[11] == _C.crc32c(part)
+        elif part:
+            owed = _C.crc32c(part)
+        got += part
     sending.join()
     assert got == payload
+    assert places == expected
     rank.leave()
 
 
 def test_payload_that_is_not_checked_is_taken_as_it_is(rank_0, our_hash):
-    rank_0.connections[0, 0].sendall(frame(b"1234", tag_hash=our_hash, checked=0))
+    rank_0.connections[0, 0].sendall(frame(b"1234", tag_hash=our_hash, checks=UNCHECKED))
     assert rank_0.expect(4) == b"1234"
 
 
@@ -176,13 +233,20 @@ def test_payloads_that_leave_the_host_are_checked(interface, checks):
     rank_0.leave()
 
 
-@pytest.mark.parametrize("cut", [1, 127, 128, 131])
-def test_torn_frame_is_a_lost_peer(rank_0, our_hash, cut):
-    rank_0.connections[0, 0].sendall(frame(b"1234", tag_hash=our_hash)[:cut])
+@pytest.mark.parametrize(
+    ("data", "size"),
+    [
+        *((lambda h, cut=cut: frame(b"1234", tag_hash=h)[:cut], 4) for cut in (1, 127, 128, 131)),
+        (lambda h: frame(pattern(1000, 1), tag_hash=h, checks=NEXT), 1000),
+    ],
+    ids=["1", "127", "128", "131", "a checksum that never comes"],
+)
+def test_torn_frame_is_a_lost_peer(rank_0, our_hash, data, size):
+    rank_0.connections[0, 0].sendall(data(our_hash))
     for connection in rank_0.connections.values():
         connection.close()
     with pytest.raises(pycomm.errors.PeerLost) as lost:
-        rank_0.expect(4)
+        rank_0.expect(size)
     assert lost.value.rank == 1
 
 
