@@ -1,9 +1,11 @@
-// CRC-32C by three interleaved streams of the crc32 instruction (x86 and Arm), or by a table. All
-// polynomials here are bit-reflected, as CRC-32C is.
+// CRC-32C by three interleaved streams of the crc32 instruction (x86 and Arm), or by a table of
+// eight bytes per step. All polynomials here are bit-reflected, as CRC-32C is.
 #include "core/crc32c.h"
 
 #include <array>
 #include <cstring>
+
+#include "core/error.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -27,17 +29,37 @@ namespace {
 
 constexpr uint32_t kPolynomial = 0x82f63b78;  // reflected 0x1edc6f41
 
-// What each byte does to the checksum.
-constexpr std::array<uint32_t, 256> make_table() {
-  std::array<uint32_t, 256> table{};
+using Tables = std::array<std::array<uint32_t, 256>, 8>;
+
+// tables[k][b]: what byte b does to the checksum after k more zero bytes.
+constexpr Tables make_tables() {
+  Tables tables{};
   for (uint32_t b = 0; b < 256; b++) {
     uint32_t crc = b;
     for (int bit = 0; bit < 8; bit++) crc = crc & 1 ? crc >> 1 ^ kPolynomial : crc >> 1;
-    table[b] = crc;
+    tables[0][b] = crc;
   }
-  return table;
+  for (size_t k = 1; k < 8; k++) {
+    for (size_t b = 0; b < 256; b++) {
+      const uint32_t crc = tables[k - 1][b];
+      tables[k][b] = crc >> 8 ^ tables[0][crc & 0xff];
+    }
+  }
+  return tables;
 }
-constexpr std::array<uint32_t, 256> kTable = make_table();
+constexpr Tables kTables = make_tables();
+
+uint32_t update_by_table(uint32_t crc, const uint8_t* p, size_t n) {
+  for (; n >= 8; p += 8, n -= 8) {
+    uint64_t word;
+    std::memcpy(&word, p, 8);
+    word ^= crc;
+    crc = 0;
+    for (size_t k = 0; k < 8; k++) crc ^= kTables[7 - k][word >> (8 * k) & 0xff];
+  }
+  for (; n > 0; p++, n--) crc = crc >> 8 ^ kTables[0][(crc ^ *p) & 0xff];
+  return crc;
+}
 
 #if defined(PYCOMM_CRC)
 
@@ -130,20 +152,41 @@ PYCOMM_CRC uint32_t update_by_streams(uint32_t crc, const uint8_t* p, size_t n) 
 
 #endif
 
+using Update = uint32_t (*)(uint32_t crc, const uint8_t* p, size_t n);
+
+struct Way {
+  const char* name;
+  Update update;
+};
+
+// Returns the implementations that this processor has, fastest first.
+std::vector<Way> ways() {
+  std::vector<Way> ways = {{"table", update_by_table}};
+#if defined(PYCOMM_CRC)
+  if (!has_crc_instruction()) return ways;
+  ways.insert(ways.begin(), {{"streams", update_by_streams}, {"instruction", update_in_order}});
+#endif
+  return ways;
+}
+
 }  // namespace
 
 uint32_t crc32c(Span<const uint8_t> data, uint32_t before) {
-#if defined(PYCOMM_CRC)
-  static const bool has_instruction = has_crc_instruction();
-  if (has_instruction) return ~update_by_streams(~before, data.data, data.size);
-#endif
-  return crc32c_by_table(data, before);
+  static const Update update = ways().front().update;
+  return ~update(~before, data.data, data.size);
 }
 
-uint32_t crc32c_by_table(Span<const uint8_t> data, uint32_t before) {
-  uint32_t crc = ~before;
-  for (const uint8_t byte : data) crc = crc >> 8 ^ kTable[(crc ^ byte) & 0xff];
-  return ~crc;
+std::vector<std::string> crc32c_ways() {
+  std::vector<std::string> names;
+  for (const Way& way : ways()) names.emplace_back(way.name);
+  return names;
+}
+
+uint32_t crc32c_by(const std::string& name, Span<const uint8_t> data, uint32_t before) {
+  for (const Way& way : ways()) {
+    if (way.name == name) return ~way.update(~before, data.data, data.size);
+  }
+  throw Error("this processor has no CRC-32C by \"" + name + "\"");
 }
 
 }  // namespace pycomm

@@ -63,9 +63,13 @@ void bind_tools(py::module_& m) {
   m.def("philox", &philox, py::arg("counter"), py::arg("key"));
   m.def("random_words", &random_words_of, py::arg("seed"), py::arg("step"), py::arg("tensor"),
         py::arg("group"));
-  m.def("crc32c_by_table", [](std::string_view data, uint32_t before) {
-    return crc32c_by_table(span_of(data), before);
-  });
+  m.def("crc32c_ways", &crc32c_ways);
+  m.def(
+      "crc32c_by",
+      [](const std::string& way, std::string_view data, uint32_t before) {
+        return crc32c_by(way, span_of(data), before);
+      },
+      py::arg("way"), py::arg("data"), py::arg("before") = 0);
   m.def(
       "sha256", [](std::string_view message) { return to_bytes(sha256(message)); },
       py::arg("message"));

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pycomm.errors
 from pycomm import _C, _test
 
 
@@ -40,17 +41,26 @@ def crc32c(data: bytes) -> int:
 
 @given(data=st.binary(max_size=100), cut=st.integers(0, 100))
 def test_crc32c_continues(data, cut):
-    assert _C.crc32c(data) == _test.crc32c_by_table(data, 0) == crc32c(data)
+    assert _C.crc32c(data) == crc32c(data)
     assert _C.crc32c(data[cut:], _C.crc32c(data[:cut])) == _C.crc32c(data)
 
 
-def test_crc32c_is_the_same_by_instruction_and_table():
+@pytest.mark.parametrize("way", _test.crc32c_ways())
+def test_crc32c_is_the_same_by_every_way(way):
     data = random.Random(1).randbytes(8000)
     # The streams begin at 3072 bytes; the table is checked against the bits above.
     for size in [*range(0, 100, 7), 3071, 3072, 3073, 6144, 6500, 8000 - 3]:
         for start in (0, 3):
             part, before = data[start : start + size], size * 0x9E3779B1 & 0xFFFFFFFF
-            assert _C.crc32c(part, before) == _test.crc32c_by_table(part, before)
+            assert _test.crc32c_by(way, part, before) == _test.crc32c_by("table", part, before)
+
+
+def test_crc32c_takes_the_fastest_way():
+    data = bytes(range(256)) * 5
+    assert _C.crc32c(data, 7) == _test.crc32c_by(_test.crc32c_ways()[0], data, 7)
+    assert _test.crc32c_ways()[-1] == "table"
+    with pytest.raises(pycomm.errors.Error, match='no CRC-32C by "guess"'):
+        _test.crc32c_by("guess", data)
 
 
 @given(st.binary(max_size=300))

@@ -96,7 +96,9 @@ uint64_t set_fpcr(uint64_t to) {
 uint32_t checksum(const std::vector<uint8_t>& data) {
   const Span<const uint8_t> bytes{data.data(), data.size()};
   const uint32_t sum = pycomm::crc32c(bytes);
-  if (pycomm::crc32c_by_table(bytes) != sum) throw std::runtime_error("CRC-32C by a table");
+  for (const std::string& way : pycomm::crc32c_ways()) {
+    if (pycomm::crc32c_by(way, bytes) != sum) throw std::runtime_error("CRC-32C by " + way);
+  }
   return sum;
 }
 
@@ -194,7 +196,9 @@ int main() {
       if (word == "join") group = join();
       if (word == "move") move(*group);
       if (word == "step") step(*group);
-      if (word == "simd") std::fputs(pycomm::simd_level(), stdout);
+      if (word != "simd") continue;
+      std::fputs(pycomm::simd_level(), stdout);
+      for (const std::string& way : pycomm::crc32c_ways()) std::printf(" %s", way.c_str());
     }
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
