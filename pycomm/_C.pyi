@@ -92,6 +92,9 @@ class FeedbackStorage:
     int8: ClassVar[FeedbackStorage]
     __members__: ClassVar[dict[str, FeedbackStorage]]
 
+class FeedbackScratch:
+    def __init__(self) -> None: ...
+
 class Codec:
     def __init__(self, spec: str) -> None: ...
     @property
@@ -114,17 +117,29 @@ class Codec:
         numel: int,
         out: int,
         *,
-        error: tuple[int, int] = (0, 0),
-        momentum: tuple[int, int] = (0, 0),
-        kind: FeedbackKind = ...,
-        storage: FeedbackStorage = ...,
-        decay: float = 0.0,
+        residual: int = 0,
+        new_residual: int = 0,
         seed: int = 0,
         step: int = 0,
         tensor: int = 0,
         index: int = 0,
         stream: int | None = None,
         scratch: int = 0,
+    ) -> None: ...
+    def encode_fed(
+        self,
+        x: int,
+        numel: int,
+        out: int,
+        *,
+        kind: FeedbackKind,
+        storage: FeedbackStorage,
+        decay: float,
+        error: tuple[int, int],
+        momentum: tuple[int, int],
+        scratch: FeedbackScratch,
+        stream: int | None = None,
+        room: tuple[int, int] = (0, 0),
     ) -> None: ...
     def decode(
         self, payload: int, out: int, numel: int, *, stream: int | None = None, scratch: int = 0
@@ -166,13 +181,13 @@ class MomentUse:
     step: ClassVar[MomentUse]
     scale: ClassVar[MomentUse]
 
-class Moments:
-    def __init__(self, on_host: bool, /) -> None: ...
+class HostMoments:
+    def __init__(self) -> None: ...
     def add(
         self,
         place: tuple[int, int],
         rows: tuple[int, int, int, int, int, int],
-        addresses: Sequence[int],
+        addresses: tuple[int, int, int, int],
         momentum: tuple[int, int],
         residual: tuple[int, int, int],
         own: tuple[int, int, int],
@@ -190,17 +205,28 @@ class Moments:
     def commit(self, sums: int, how: Sequence[Any], ranks: int, where: int, /) -> None: ...
     def move(self, steps: Sequence[Any], dtype: DType, where: int, /) -> None: ...
 
+DeviceMoments = HostMoments
+
 # -- steps of optimizers (optim/adamw.cpp), by addresses
 
 def adamw_step(
-    on_host: _bool,
     tensors: Sequence[tuple[int, ...]],
     lr: float,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
-    where: int,
+    threads: int,
+    /,
+) -> None: ...
+def adamw_step_on_device(
+    tensors: Sequence[tuple[int, ...]],
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    stream: int,
     /,
 ) -> None: ...
 

@@ -5,6 +5,7 @@
 
 #include "codecs/base/launch.h"
 #include "optim/adamw_params.h"
+#include "optim/spread.h"
 
 namespace pycomm::adamw {
 namespace {
@@ -30,23 +31,7 @@ Factors factors_of(const Tensor& tensor, const Settings& settings) {
 
 }  // namespace
 
-void step(const std::vector<Tensor>& tensors, const Settings& settings, const Where& where) {
-  if (where.stream.device == Device::cuda) {
-    codecs::Batching batching;
-    for (const Tensor& tensor : tensors) {
-      StepParams params{};
-      params.values = tensor.values;
-      params.gradient = tensor.gradient;
-      params.momentum = tensor.momentum;
-      params.squares = tensor.squares;
-      params.numel = tensor.numel;
-      params.by = factors_of(tensor, settings);
-      batching.row();
-      codecs::launch("adamw", "pycomm::adamw::step", params, tensor.numel, cuda::kLanes * kEach,
-                     where.stream);
-    }
-    return batching.start(where.stream);
-  }
+void step(const std::vector<Tensor>& tensors, const Settings& settings, int threads) {
   constexpr size_t kPart = size_t{1} << 16;  // values that one thread takes
   struct Part {
     const Tensor* tensor;
@@ -60,11 +45,29 @@ void step(const std::vector<Tensor>& tensors, const Settings& settings, const Wh
     values += tensor.numel;
     for (size_t i = 0; i < tensor.numel; i += kPart) parts.push_back({&tensor, i, by});
   }
-  spread(parts.size(), values, where.threads, [&](size_t n) {
+  spread(parts.size(), values, threads, [&](size_t n) {
     const auto& [tensor, i, by] = parts[n];
     step_values(tensor->values + i, tensor->gradient + i, tensor->momentum + i, tensor->squares + i,
                 std::min(kPart, tensor->numel - i), by);
   });
+}
+
+void step_on_device(const std::vector<Tensor>& tensors, const Settings& settings,
+                    const Stream& stream) {
+  codecs::Batching batching;
+  for (const Tensor& tensor : tensors) {
+    StepParams params{};
+    params.values = tensor.values;
+    params.gradient = tensor.gradient;
+    params.momentum = tensor.momentum;
+    params.squares = tensor.squares;
+    params.numel = tensor.numel;
+    params.by = factors_of(tensor, settings);
+    batching.row();
+    codecs::launch("adamw", "pycomm::adamw::step", params, tensor.numel, cuda::kLanes * kEach,
+                   stream);
+  }
+  batching.start(stream);
 }
 
 }  // namespace pycomm::adamw

@@ -4,7 +4,7 @@
 #pragma once
 #include <vector>
 
-#include "optim/spread.h"
+#include "core/types.h"
 
 namespace pycomm::adamw {
 
@@ -29,8 +29,10 @@ struct Settings {
 ///
 /// Its bits depend neither on the level of SIMD, nor on threads, nor on a value's place. Torch's
 /// can differ in the last one, since its square roots are not rounded correctly on all processors.
-/// On a device `steps` are on the host.
-PYCOMM_API void step(const std::vector<Tensor>& tensors, const Settings& settings,
-                     const Where& where);
+PYCOMM_API void step(const std::vector<Tensor>& tensors, const Settings& settings, int threads);
+
+/// The same of tensors on a GPU, with the same bits; their `steps` are on the host.
+PYCOMM_API void step_on_device(const std::vector<Tensor>& tensors, const Settings& settings,
+                               const Stream& stream);
 
 }  // namespace pycomm::adamw

@@ -1,6 +1,6 @@
 // Passes over matrices whose second moments are products of a row's and a column's factor, for all
-// matrices of a bucket or of a step in one call, on the host or on a device, with the same bits.
-// pycomm/momentum/moment.py has the formulas, and moments_passes.h the passes.
+// matrices of a bucket or of a step in one call. pycomm/momentum/moment.py has the formulas. There
+// are passes on the host, and kernels of a device (device_moments.h), with the same bits.
 //
 // Sums have one order, whatever the level of SIMD and the number of threads. A row is cut into
 // patches of kPatch values. In a patch each of kLanes lanes adds up every kLanes-th value, and then
@@ -15,7 +15,6 @@
 #include "core/op.h"
 #include "core/types.h"
 #include "optim/moments_params.h"
-#include "optim/spread.h"
 
 namespace pycomm::moments {
 
@@ -70,7 +69,7 @@ struct Pass {
   uint32_t ranks;  ///< that average their momenta
   void* copy;      ///< where what is coded is written, too; null: nowhere
   bool divides;    ///< by the factors of the denominators
-  float* scratch;  ///< [scratch_floats()]
+  float* scratch;  ///< [scratch_floats()] on a device
   const float* swapped;
 };
 
@@ -99,44 +98,60 @@ struct Step {
   bool probed;   ///< `land` has made the gradient in this step
 };
 
-/// The matrices of a bucket or of a step, and the passes over them. On a device all memory is the
-/// device's, and a pass is one launch, or two: numbers that decide about a step are there (Numbers
-/// of moments_params.h), so that nothing waits for it.
-class PYCOMM_API Moments {
+/// Returns where a matrix's values are among those of a bucket; null: nowhere.
+inline uint8_t* place(const void* values, DType dtype, const Matrix& m) {
+  auto* at = static_cast<uint8_t*>(const_cast<void*>(values));
+  return at == nullptr ? nullptr : at + m.offset * size_of(dtype);
+}
+
+/// The matrices of a bucket or of a step.
+class PYCOMM_API Matrices {
  public:
   void add(const Matrix& matrix) { matrices_.push_back(matrix); }
-  /// Returns the floats of scratch memory that `squares` and `encode` need.
+  /// Returns the floats of scratch memory that `squares` and `encode` need on a device.
   size_t scratch_floats() const {
     size_t floats = 0;
     for (const Matrix& m : matrices_) floats += m.rows.scratch_floats();
     return floats;
   }
 
+ protected:
+  static CollectParams collect_params(const Matrix& m, float* sums) {
+    return {{}, m.room, sums + m.sums_at, m.rows};
+  }
+  static CommitParams commit_params(const Matrix& m, const float* sums, const Commit& how,
+                                    uint32_t ranks) {
+    return {{},         sums == nullptr ? nullptr : sums + m.sums_at,
+            m.room,     m.row,
+            m.column,   m.heard,
+            m.rows.all, m.rows.columns,
+            ranks,      how.use,
+            how.beta2,  how.eps};
+  }
+  std::vector<Matrix> matrices_;
+};
+
+/// The passes on the host, whose last argument is the most threads that they take.
+class PYCOMM_API HostMoments : public Matrices {
+ public:
   /// Adds up the squares of new matrices' gradients.
-  void squares(const Pass& pass, const std::vector<Turn>& turns, const Where& where) const;
+  void squares(const Pass& pass, const std::vector<Turn>& turns, int threads) const;
   /// Adds up those of the others, and replaces gradients g by p = (beta m + rest g) / d. A shard
   /// of more squares than is allowed is scaled down to that.
-  void encode(const Pass& pass, const std::vector<Turn>& turns, const Where& where) const;
+  void encode(const Pass& pass, const std::vector<Turn>& turns, int threads) const;
   /// Stores what was sent of coded values x: (x + e before - e after) d kept. `divides`: see Pass.
   void sent(const void* values, DType dtype, const std::vector<Sending>& sendings, bool divides,
-            const float* swapped, const Where& where) const;
+            const float* swapped, int threads) const;
   /// Multiplies coded values by unit and, if they were divided, by d; and looks at them.
-  void land(void* values, DType dtype, double unit, bool divides, const Where& where) const;
+  void land(void* values, DType dtype, double unit, bool divides, int threads) const;
 
   /// Writes this rank's mean sums.
-  void collect(float* sums, const Where& where) const;
+  void collect(float* sums, int threads) const;
   /// Takes the total of `sums` over the ranks; null: they were not exchanged.
-  void commit(const float* sums, const std::vector<Commit>& how, uint32_t ranks,
-              const Where& where) const;
+  void commit(const float* sums, const std::vector<Commit>& how, uint32_t ranks, int threads) const;
   /// Takes steps: m <- kept g, where g is what it was when it was landed, and
   /// x <- keep x - lr clip(g / d) with the same g; or, without d, x <- keep x - lr g as it is now.
-  void move(const std::vector<Step>& steps, DType dtype, const Where& where) const;
-
- private:
-  void square(const Pass& pass, const std::vector<Turn>& turns, bool is_new,
-              const Where& where) const;
-
-  std::vector<Matrix> matrices_;
+  void move(const std::vector<Step>& steps, DType dtype, int threads) const;
 };
 
 }  // namespace pycomm::moments

@@ -46,8 +46,12 @@ struct Rows {
   }
 };
 
-// How evenly the rows and columns of a matrix are heard: moving averages of the share that each has
-// in the squares of a step, relative to the mean one, and of its square.
+/// What is known of how evenly the rows and columns of a matrix are heard: moving averages of the
+/// share that each has in the squares of a step, relative to the mean one, and of its square.
+struct Heard {
+  float* mean;    ///< [rows], or [columns]
+  float* square;  ///< the same
+};
 constexpr double kHeardDecay = 0.99;  ///< in a step
 constexpr float kEven = 0.5f;         ///< from which evenness on the floor is the least one
 constexpr float kLeastShare = 1e-4f;  ///< of the floor's square
@@ -209,9 +213,7 @@ struct Room {
   float* since;   ///< and of the steps that wait for an exchange
   float* by_row;  ///< factors of the denominators in the next coding
   float* by_column;
-  float* inverse_row;  ///< and 1 over these
-  float* inverse_column;
-  float* reciprocal_row;  ///< and the reciprocals of the denominators in the next step
+  float* reciprocal_row;  ///< and their reciprocals in the next step
   float* reciprocal_column;
   float* shares;  ///< [shards]: how much of a shard's gradient counts
 };
@@ -219,15 +221,12 @@ PYCOMM_HD Room room_at(float* at, size_t rows, size_t columns) {
   const size_t sums = rows + columns + kExtra;
   float* const fresh = at + sizeof(Numbers) / sizeof(float);
   float* const by_row = fresh + 2 * sums;
-  float* const inverse_row = by_row + rows + columns;
-  float* const reciprocal_row = inverse_row + rows + columns;
+  float* const reciprocal_row = by_row + rows + columns;
   return {reinterpret_cast<Numbers*>(at),
           fresh,
           fresh + sums,
           by_row,
           by_row + rows,
-          inverse_row,
-          inverse_row + rows,
           reciprocal_row,
           reciprocal_row + rows,
           reciprocal_row + rows + columns};
@@ -329,7 +328,7 @@ struct CommitParams {
   float* room;
   float* row;  ///< of the second moments
   float* column;
-  float* heard;  ///< [2, rows + columns]: means, and squares; see hear()
+  float* heard;  ///< [2, rows + columns]: means, and squares; see Heard
   uint32_t rows, columns;
   uint32_t ranks;
   uint32_t use;  ///< Use

@@ -1,5 +1,4 @@
-// Where the passes of optimizers run, and threads for them: they are called too rarely to keep
-// some.
+// Threads for the passes of optimizers, which are called too rarely to keep threads.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -10,12 +9,6 @@
 #include "core/types.h"
 
 namespace pycomm {
-
-/// Threads of the host, of which a pass takes this many at most; or a stream of a device.
-struct Where {
-  int threads = 1;
-  Stream stream;
-};
 
 /// Calls act(item) for each item below `items`, which together go over `values`; few values are
 /// for the caller's thread alone. No result may depend on which thread has taken an item.

@@ -90,13 +90,16 @@ class Job:
             self._sides += [side] * shards
         if self._room is not None:
             self.coded = self._room(values)
-        scratch = values.new_empty(native.scratch_floats, dtype=torch.float32)
+        scratch = 0
+        if not self._passes.kernels.on_host:
+            floats = values.new_empty(native.scratch_floats, dtype=torch.float32)
+            scratch = floats.data_ptr()
         self._swapped = 0 if swapped is None else swapped.data_ptr()
         bound = parts[0][0].bound(self._ranks)
         job = (
             *(values.data_ptr(), self._dtype, 1 / self._unit, bound, self._ranks),
             *(0 if self.coded is values else self.coded.data_ptr(), self._divides),
-            *(scratch.data_ptr(), self._swapped),
+            *(scratch, self._swapped),
         )
         if new and scale is not None:
             self._passes.call(native.squares, job, turns)

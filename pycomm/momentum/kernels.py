@@ -23,6 +23,8 @@ class Kernels:
     def __init__(self, device: torch.device, launch: Launcher | None = None) -> None:
         self.device, self._launch = device, launch
         self.on_host = device.type == "cpu" and launch is None
+        self.moments = _C.HostMoments if self.on_host else _C.DeviceMoments
+        """Matrices and the passes over them."""
 
     @staticmethod
     def find(name: str, device: torch.device) -> Kernels:

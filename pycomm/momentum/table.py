@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from pycomm import _C
 from pycomm.errors import Error
 from pycomm.feedback import Residual, storage
 from pycomm.momentum.kernels import Kernels
@@ -40,9 +39,9 @@ class Table:
         numel: int = 0,
     ) -> None:
         self.parts, self.own, self.shards = list(parts), own, shards
-        self.native = _C.Moments(kernels.on_host)
+        self.native = kernels.moments()
         """The shards that are coded."""
-        self.landed = _C.Moments(kernels.on_host) if shards > 1 else self.native
+        self.landed = kernels.moments() if shards > 1 else self.native
         """This rank's own shards."""
         self._at = [_checked(moment) for moment, _ in parts]
         self.numbers = {id(moment): i for i, (moment, _) in enumerate(parts)}
@@ -64,7 +63,7 @@ class Table:
 
     def _add(
         self,
-        to: _C.Moments,
+        to: object,
         moment: CodedMoment,
         offset: int,
         shard: tuple[int, int, int],
@@ -74,7 +73,7 @@ class Table:
         """Add a shard: its number, that among those that are coded here, and their number."""
         (number, row, rows), state = shard, moment.state
         momentum = local(state[moment.key])
-        to.add(
+        to.add(  # type: ignore[attr-defined]
             (offset, self.sums_numel),
             (moment.rows, moment.columns, number * moment.padded, moment.padded, row, rows),
             [

@@ -157,7 +157,7 @@ def step_by_adamw(
     if not as_torch and _is_known(tensors, steps):
         kernels = Kernels.find("adamw", momenta[0].device)
         kernels.call(
-            *(_C.adamw_step, kernels.on_host),
+            _C.adamw_step if kernels.on_host else _C.adamw_step_on_device,
             [
                 (*(tensor.data_ptr() for tensor in each), each[0].numel())
                 for each in zip(*tensors, steps, strict=True)

@@ -201,9 +201,9 @@ MUTANTS = (
     # --------------------------------------------------------- residuals, and what is added to them
     Mutant(
         "what-was-sent-without-the-residual-in-it",
-        "csrc/optim/moments_passes.h::send_patch",
-        "x = x + warp.load(before, args.form, begin, left, k);",
-        "",
+        "csrc/optim/moments.cpp::sent_row",
+        "(x[j] + before[j] - after[j]) * row * column[j]",
+        "(x[j] - after[j]) * row * column[j]",
         "core/test_moments.py::test_steps_have_the_bits_of_their_definition",
     ),
     Mutant(

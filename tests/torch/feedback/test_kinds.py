@@ -46,14 +46,15 @@ def fed_by_cpp(
 ) -> torch.Tensor:
     """Return the payload of C++, which reads and writes residuals at these addresses."""
     payload = torch.empty(codec.encoded_bytes(x.numel()), dtype=torch.uint8)
-    codec.native.encode(
+    codec.native.encode_fed(
         x.data_ptr(),
         x.numel(),
         payload.data_ptr(),
         kind=_C.FeedbackKind.__members__[rule.kind],
         storage=_C.FeedbackStorage.__members__[rule.storage],
         decay=rule.decay,
-        **addresses,
+        scratch=_C.FeedbackScratch(),
+        **{"momentum": (0, 0), **addresses},
     )
     return payload
 
