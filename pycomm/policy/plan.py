@@ -181,7 +181,8 @@ class Plan:
         changes |= stage != self._stage
         self._stage = stage
         changed = self._change(device) if changes else set()
-        self._total.add(*self._bytes, seconds or 0.0)
+        sent = _bytes(self._shown()) if self.exactly else self._bytes
+        self._total.add(*sent, seconds or 0.0)
         if self._checks:
             self.sampled = self._checks.begin(step, list(self.decisions.values()))
         return changed

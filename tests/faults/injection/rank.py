@@ -88,6 +88,7 @@ class Rank:
         """the arrays of a failed call, which no peer may write any more"""
         self.child: str | None = None
         self.due = float("inf")  # the time of a fault that this rank injects itself
+        self.began = 0.0  # the last call
         self.aborted = False
         self.before: dict[str, int] = {}
 
@@ -160,12 +161,13 @@ class Rank:
             "text": str(error)[:1500],
             "op": self.now.op if self.now else "",
             "seq": self.group.completed + 1 if self.group else 0,
+            "began": self.began,
         }
 
     # ------------------------------------------------------------------ the calls
 
     def run(self, call: Call) -> None:
-        self.now = call
+        self.now, self.began = call, time.monotonic()
         if not self.group.call(call, self.case.async_op):
             raise AssertionError(f"rank {self.rank}: a wrong result of {call}")
         self.now = None
