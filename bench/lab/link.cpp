@@ -275,8 +275,11 @@ int main() {
   // Packets should leave on time, whatever else runs on this machine. Without the right to it (in a
   // user namespace) the rates are those that a busy machine has. Under a real-time priority a rank
   // on the same core waited for up to a second: the scheduler moved it to no other, since the
-  // processes that keep the cores busy (bench/lab/busy_cores.py) run there.
+  // processes that keep the cores busy (bench/lab/busy_cores.py) run there. In a session of its own
+  // it waited for seconds: priorities count within a session only where the kernel schedules
+  // sessions as groups (sched_autogroup). A process group of its own is enough to survive Ctrl-C.
   ::setpriority(PRIO_PROCESS, 0, -20);
+  ::setpgid(0, 0);
   Network network;
   std::string input;
   for (;;) {

@@ -109,7 +109,6 @@ class WanLab(Netlab):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            start_new_session=True,
         )
         lines = [f"node {pid} 10.77.{link}.{node + 1}" for node, pid in enumerate(pids)]
         for i, j in itertools.permutations(range(self.nodes), 2):
