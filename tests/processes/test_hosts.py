@@ -152,7 +152,7 @@ CASES = [
 def test_sites_are_found_by_round_trips(tmp_path, delay, near, levels, told):
     differ = {way: Shape(delay) for a, b in near for way in ((a, b), (b, a))}
     with far_hosts(4, "unlimited", shape=Shape(delay=0.03), differ=differ) as lab:
-        text = printed_by(lab, SUMS, tmp_path, forked=True)
+        text = printed_by(lab, SUMS, tmp_path)
     lines = [line for line in text.splitlines(keepends=True) if line.startswith(str(levels))]
     assert len(lines) == 4, text
     assert all("round trips up to 6" in line and told in line for line in lines), text

@@ -22,7 +22,7 @@ from pycomm._build import load_c10d
 from pycomm.bench.lab.jobs import Failed, command_of
 from pycomm.bench.lab.wan import Shape, WanLab
 from tests.extent import part
-from tests.processes.labs import far_hosts, fork_ranks, printed_by
+from tests.processes.labs import far_hosts, printed_by
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,6 @@ def test_a_group_takes_few_round_trips(nodes, round_trip):
     total = [float(sum(range(nodes)) + nodes * i) for i in range(4)]
     took = dict.fromkeys(PROMISED, float("inf"))
     with far_hosts(nodes, shape=Shape(delay=round_trip / 2)) as lab:
-        fork_ranks(lab)
         for _ in range(4):
             steps, printed = run_steps(lab)
             # What torch's store says of a network without name servers, and rank 0 of its group.
@@ -230,7 +229,7 @@ if child:
 def test_far_hosts_without_feedback_use_one_round(tmp_path, local):
     """With the bits of two rounds."""
     with far_hosts(2, shape=Shape(delay=0.03)) as lab:
-        lines = printed_by(lab, CODED, tmp_path, str(local), forked=True).splitlines()
+        lines = printed_by(lab, CODED, tmp_path, str(local)).splitlines()
     algos = [line for line in lines if line.startswith("went in ")]
     want = ["one_shot", "two_shot"] if local == 1 else ["hierarchical"] * 2
     assert sorted(algos) == sorted(f"went in {algo}" for algo in want * 2 * local), lines
