@@ -172,9 +172,13 @@ def test_work_tells_all_about_itself(rank, size):
 def test_failed_work_says_how(rank, size):
     x = torch.ones(3 + rank)
     work = dist.all_reduce(x, async_op=True)
-    with pytest.raises(pycomm.WireMismatch):
-        work.wait()
+    for wait in (work.wait, work.wait, work.get_future().wait):
+        with pytest.raises(pycomm.WireMismatch, match=r"(?s)rank 0 .*rank 1 ") as caught:
+            wait()
+        assert all(f"(sum of {numel} float32)" in str(caught.value) for numel in (3, 4))
     assert not work.is_success()
+    with pytest.raises(pycomm.Error):  # the group has failed, and the error says why
+        dist.all_reduce(torch.ones(1))
     assert backend.find().get_error() == ErrorType.COMM_ERROR
     dist.group.WORLD.shutdown()
     assert backend.find().get_error() == ErrorType.COMM_ERROR
