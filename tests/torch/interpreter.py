@@ -168,10 +168,17 @@ def run(
 
 
 def run_ranks(
-    *command: str, words: Sequence[str] = (), timeout: float = 120.0, **options: Any
+    *command: str,
+    words: Sequence[str] = (),
+    of_rank: Sequence[Mapping[str, str]] = (NOTHING, NOTHING),
+    timeout: float = 120.0,
+    **options: Any,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run `python COMMAND RANK WORDS` on two ranks at once to their ends."""
-    ranks = [Interpreter(*command, str(rank), *words, **options) for rank in range(2)]
+    """Run `python COMMAND RANK WORDS` on two ranks at once to their ends, with variables of each."""
+    ranks = [
+        Interpreter(*command, str(rank), *words, variables=own, **options)
+        for rank, own in enumerate(of_rank)
+    ]
     said = [rank.communicate(timeout) for rank in ranks]
     return [
         subprocess.CompletedProcess(rank.args, rank.wait(), *texts)
