@@ -5,6 +5,8 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,7 +24,6 @@ from tests.extent import each_pair, each_value
 from tests.faults.injection.player import Player
 from tests.ranks import attempt, in_processes, on_processes, run_processes
 from tests.soak.held import descriptors
-from tests.torch.interpreter import run_ranks
 
 # Seconds, as the design promises. The promise is that no wait for a dead rank lasts longer, but a
 # busy machine may delay this process: the fastest of three tries counts.
@@ -252,6 +253,7 @@ def test_an_abort_counts_from_its_start(c):
 SOON = 2.0
 """Seconds; ten times what is needed, since other tests may keep the machine busy."""
 LONG = 20.0
+ROOT = Path(__file__).parents[2]
 
 
 def outcomes(tmp_path: Path, size: int, job) -> list[tuple[str, int | None, str] | None]:
@@ -430,8 +432,9 @@ def test_a_rank_that_is_asked_whether_it_lives_answers():
 
 
 NAMED_HOST = """
+import sys
 from pycomm.communicator import Communicator, Store
-with Communicator(Store.file(sys.argv[2]), int(sys.argv[1]), 2, timeout=20) as c:
+with Communicator(Store.file(sys.argv[1]), int(sys.argv[2]), 2, timeout=20) as c:
     c.barrier()
     print(c.describe())
 """
@@ -439,10 +442,18 @@ with Communicator(Store.file(sys.argv[2]), int(sys.argv[1]), 2, timeout=20) as c
 
 @pytest.mark.parametrize("names", [("a", "a"), ("a", "b")])
 def test_machines_have_the_names_that_they_are_given(tmp_path, names):
-    of_rank = [{"PYCOMM_HOST_ID": name} for name in names]
-    for rank in run_ranks("-c", NAMED_HOST, words=[str(tmp_path)], of_rank=of_rank):
-        found = "shm" in rank.stdout, "tcp" in rank.stdout
-        assert found == (names[0] == names[1], names[0] != names[1])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", NAMED_HOST, str(tmp_path), str(rank)],
+            env={**os.environ, "PYCOMM_HOST_ID": name, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank, name in enumerate(names)
+    ]
+    for rank in ranks:
+        said = rank.communicate(timeout=60)[0]
+        assert ("shm" in said, "tcp" in said) == (names[0] == names[1], names[0] != names[1])
 
 
 def test_a_failing_store_hides_no_error(tmp_path):
