@@ -222,20 +222,13 @@ def launch(
     return texts
 
 
-def torchrun(
-    *command: str, folder: Path, ranks: int = 2, fresh: bool = False, **environment: str
-) -> str:
-    """Run a script, behind options, under torchrun; return its ranks' output of both streams.
+def torchrun(*command: str, folder: Path, **environment: str) -> str:
+    """Run a script, behind options, on two ranks of torchrun; return their output of both streams.
 
-    With `fresh`, and in the full extent, the ranks are interpreters of their own, as users' are.
-    Else they are forks of the agent, which has imported torch; they end without exit functions.
+    Its ranks are interpreters of their own, as users' are.
     """
-    from tests.extent import FULL
-
-    start = [] if fresh or FULL else ["--run-path", "--start-method", "fork"]
-    rendezvous = ["--standalone", "--nproc-per-node", str(ranks)]
     done = run(
-        *("-m", "torch.distributed.run", *rendezvous, *start, *command),
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command),
         variables={"OMP_NUM_THREADS": "1", **environment},
         cwd=folder,
         merged=True,

@@ -307,12 +307,6 @@ def test_the_script_for_horovod_learns_with_four_bits(tmp_path):
     assert float(accuracy) > 0.8  # ten classes; a guess is right once in ten times
 
 
-def test_skips_a_trainer_without_its_package():
-    for needs in ("no_such_package", "no_such_package.core"):
-        with pytest.raises(pytest.skip.Exception, match=needs):
-            skip_without(Trainer("none", by_name=True, needs=needs))
-
-
 def workers_of_tensorflow(folder: Path, codec: str) -> list[str]:
     """The output of each of two workers, which TF_CONFIG describes."""
     workers = [f"127.0.0.1:{free_port()}", "127.0.0.1:1"]

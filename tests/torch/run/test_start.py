@@ -61,7 +61,7 @@ def leave_alone(monkeypatch) -> None:
 
 def launched(folder: Path, backend: str = "pycomm", **env: str) -> list[str]:
     (folder / "train.py").write_text(SCRIPT)
-    said = interpreter.torchrun("train.py", backend, folder=folder, **env).splitlines()
+    said = interpreter.launch("train.py", backend, folder=folder, **env).splitlines()
     return [line.removeprefix("pycomm: ") for line in said if line.startswith("pycomm: ")]
 
 
