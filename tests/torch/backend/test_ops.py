@@ -17,10 +17,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import _C, backend
-from pycomm.policy import Policy
 from tests.extent import each_value
-from tests.torch.fsdp.test_compress import chosen, gradients
-from tests.torch.fsdp.test_compress import reduced as of_codec
 from tests.torch.harness import on_both
 from tests.torch.pool import on_ranks
 
@@ -471,15 +468,3 @@ def test_each_rank_has_a_factor_of_its_own(rank, size, dtype):
                 for out in outs:
                     dist.reduce_scatter_tensor(out, x, op=op)
             same([*outs, x], [want[rank], want[rank], inputs[rank]])
-
-
-@on_ranks(2)
-def test_gradients_with_codecs_have_factors_of_their_own(rank, size):
-    """FSDP2 divides gradients by PREMUL_SUM, including those that go through a codec."""
-    model, state = chosen(size, Policy("fp32", ()), "fsdp")
-    factors = [8.0, 5.0]  # for the number of ranks torch uses AVG
-    model.set_gradient_divide_factor(factors[rank])
-    got = of_codec(model, gradients(rank, 0))["big"]
-    assert state.step == 1  # the gradients have gone through the codec
-    want = sum(gradients(r, 0)["big"] / factors[r] for r in range(size))
-    torch.testing.assert_close(got, want)  # sums of two float32, with codecs in another order
