@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -228,7 +227,7 @@ print(_C.env()["timeout"])
 
 
 def test_ranks_of_different_locales_know_the_same_links(locales, tmp_path):
-    """Variables have a point. From rates that they publish ranks know who owns how much of a sum."""
+    """Variables have a point. By rates that they publish ranks know who owns how much of a sum."""
     common = {"LOCPATH": str(locales), "PYCOMM_TIMEOUT": "1.5"}
     of_rank = [common | {"LC_ALL": own} for own in (GERMAN, "C")]
     ranks = run_ranks("-c", RANK, words=[str(tmp_path / "store")], of_rank=of_rank)

@@ -174,7 +174,7 @@ def run_ranks(
     timeout: float = 120.0,
     **options: Any,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run `python COMMAND RANK WORDS` on two ranks at once to their ends, with variables of each."""
+    """Run `python COMMAND RANK WORDS` on two ranks at once, to their ends; each has variables."""
     ranks = [
         Interpreter(*command, str(rank), *words, variables=own, **options)
         for rank, own in enumerate(of_rank)

@@ -281,8 +281,9 @@ def agent(folder: Path, port: int, ranks: int) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:4"]
     command += ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-id", "joins"]
     command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=1"]
-    command += ["--max-restarts", "5", "--monitor-interval", "0.2", str(ROOT / "examples/resume.py")]
-    command += ["--checkpoints", str(folder), "--steps", "100000", "--pause", "0.02"]
+    command += ["--max-restarts", "5", "--monitor-interval", "0.2"]
+    command += [str(ROOT / "examples/resume.py"), "--checkpoints", str(folder), "--steps", "100000"]
+    command += ["--pause", "0.02"]
     with (folder / "output").open("ab") as output:
         return subprocess.Popen(
             command,
