@@ -16,7 +16,7 @@ import pytest
 
 from tests.extent import without_the_rest
 from tests.interpreter import make_faster
-from tests.torch.interpreter import SHARED, start_server
+from tests.torch.interpreter import SHARED, start_server, with_entry_point
 from tests.torch.pool import Pool
 
 # One thread for torch's own operations, as under torchrun: their threads would wait for each other
@@ -186,11 +186,7 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
     """Return a folder in which torch finds pycomm's entry point, as after an installation."""
-    info = tmp_path / "entry-1.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[torch.backends]\nentry = pycomm._autoload:register\n")
-    return tmp_path
+    return with_entry_point(tmp_path)
 
 
 @pytest.fixture(scope="module")

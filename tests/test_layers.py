@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -80,23 +81,13 @@ def includes_that_point_up(root: Path) -> list[str]:
     return wrong
 
 
-def circles(arrows: Mapping[str, Iterable[str]]) -> list[list[str]]:
-    """Return the sets of nodes that reach each other, sorted: the strongly connected components."""
-    reached: dict[str, set[str]] = {}
-    for start in arrows:
-        seen, ahead = set(), list(arrows[start])
-        while ahead:
-            node = ahead.pop()
-            if node not in seen:
-                seen.add(node)
-                ahead += arrows.get(node, ())
-        reached[start] = seen
-    found = {
-        tuple(sorted(b for b in reached[a] if a in reached.get(b, ())))
-        for a in arrows
-        if a in reached[a]
-    }
-    return sorted(map(list, found))
+def a_circle(arrows: Mapping[str, Iterable[str]]) -> list[str]:
+    """Return nodes of which each leads to the next, as one text; nothing if there is no circle."""
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        return [" -> ".join(error.args[1])]
+    return []
 
 
 def folders_in_circles(root: Path) -> list[str]:
@@ -106,7 +97,7 @@ def folders_in_circles(root: Path) -> list[str]:
         here = str(file.parent.relative_to(root / "csrc"))
         used = re.findall(r'#\s*include\s+"([\w/]+)/\w+\.\w+"', file.read_text())
         arrows.setdefault(here, set()).update(set(used) - {here})
-    return [" <-> ".join(circle) for circle in circles(arrows)]
+    return a_circle(arrows)
 
 
 def crowded_folders(root: Path) -> list[str]:
@@ -195,7 +186,7 @@ def modules_in_circles(root: Path) -> list[str]:
                 target = target.rpartition(".")[0]
             if target not in ("pycomm", module):
                 arrows.setdefault(module, set()).add(target)
-    return [" <-> ".join(circle) for circle in circles(arrows)]
+    return a_circle(arrows)
 
 
 def names_that_submodules_take(root: Path) -> list[str]:

@@ -14,7 +14,6 @@ from pycomm.bench.step import __main__ as command
 from pycomm.bench.step.stand_in import broken, buckets, modelled, pace_of, record, scale_of
 from pycomm.bench.training.train import MODELS, parameters
 from pycomm.units import parse_rate
-from tests.torch.interpreter import as_python, start_with
 
 
 def test_the_bound_is_the_longest_of_what_must_follow():
@@ -41,7 +40,6 @@ def test_each_backend_has_its_methods():
 
 @pytest.mark.timeout(300)
 def test_two_ranks_take_turns_and_pace_themselves(tmp_path, capsys, monkeypatch):
-    start_with(monkeypatch, as_python(tmp_path))
     monkeypatch.setattr(accelerator, "kind", lambda: "")
     words = ["--model", "tiny", "--paced", "--rate", "1gbit"]
     words += ["--methods", "exact,int4", "--rounds", "1", "--turn-seconds", "0.05"]
@@ -98,13 +96,11 @@ NOW = ("int4", "ordered", "")
 
 
 @pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
+def recorded():
     keys = ("codec", "carrier", "changed")
     jobs = [dict(zip(keys, job, strict=True)) for job in JOBS]
     jobs.append({"codec": "int4", "device": "cpu"})
-    with pytest.MonkeyPatch.context() as patched:
-        start_with(patched, as_python(tmp_path_factory.mktemp("python")))
-        return dict(zip([*JOBS, "cpu"], record(GPT, jobs), strict=True))
+    return dict(zip([*JOBS, "cpu"], record(GPT, jobs), strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -10,16 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from pycomm.codecs import CODECS, codec
-from pycomm.codecs.args import RandomKey
 
-# One for each part of a key, so that all of them round and choose differently.
-KEYS = [
-    RandomKey(),
-    RandomKey(seed=1),
-    RandomKey(seed=1 << 32),
-    RandomKey(step=1),
-    RandomKey(tensor=1),
-]
 Case = tuple[torch.Tensor, torch.Tensor]
 
 # Together these cover every width and rounding of quant besides int8 and int4.

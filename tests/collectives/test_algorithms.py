@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from functools import cache, partial, reduce
-from operator import add, mul
+from operator import add
 
 import numpy as np
 import pytest
@@ -356,21 +356,6 @@ def test_every_rank_scales_what_others_read_in_place(ranks, who):
     on(ranks, lambda c: check_everything(c, results, in_heap, factors))
 
 
-@pytest.mark.parametrize("way", PREMUL_WAYS)
-def test_every_rank_scales_parts_of_any_sizes(way):
-    sizes = [7, 0, 1001, 13, 500][: 5 if way == "nodes" else 3]
-
-    def job(c):
-        ours = [integers(c.rank + 10 * r, n) for r, n in enumerate(sizes)]
-        given, out = [x.copy() for x in ours], np.zeros(sizes[c.rank], np.float32)
-        c.reduce_scatter(given, out, "premul_sum", factor=FACTORS[c.rank])
-        inputs = [integers(r + 10 * c.rank, len(out)) for r in range(c.size)]
-        assert np.array_equal(out, sum(map(mul, FACTORS, inputs)))
-        assert all(map(np.array_equal, given, ours)), "the input is the caller's"
-
-    run(len(sizes), job, **PREMUL_WAYS[way])
-
-
 def test_what_travels_is_rounded_once():
     """The product is rounded to the dtype before it is sent, and the sum at its end."""
 
@@ -391,27 +376,10 @@ def test_what_travels_is_rounded_once():
 
 
 SEGMENTS = {"whole": {}, "tiny": TINY}
-
-
-@pytest.mark.parametrize("way", WAYS)
-@everywhere
-def test_uneven_all_to_all(way, ranks):
-    def part(source, target):
-        return integers(10 * source + target, (source * target) % 5 * 100)
-
-    def job(c):
-        sends = [part(c.rank, r) for r in range(ranks)]
-        want = [part(r, c.rank) for r in range(ranks)]
-        out = np.empty(sum(map(len, want)), np.float32)
-        c.all_to_all(
-            np.concatenate(sends),
-            out,
-            send_counts=[len(x) for x in sends],
-            recv_counts=[len(x) for x in want],
-        )
-        return np.array_equal(out, np.concatenate(want))
-
-    assert all(run(ranks, job, **WAYS[way]))
+LIST_WAYS = WAYS | {
+    "bruck": {"transport": "shm", "algo": "bruck"},
+    "nodes": {"transport": "shm", "sockets": 1},
+}
 
 
 def part(source, target):
@@ -427,7 +395,7 @@ def same(arrays, want):
     return all(np.array_equal(a, b) for a, b in zip(arrays, want, strict=True))
 
 
-@pytest.mark.parametrize(("way", "ranks", "segments"), pairs([*WAYS], RANKS, [*SEGMENTS]))
+@pytest.mark.parametrize(("way", "ranks", "segments"), pairs([*LIST_WAYS], RANKS, [*SEGMENTS]))
 def test_lists_of_any_sizes(way, ranks, segments):
     root = ranks // 2
 
@@ -445,6 +413,10 @@ def test_lists_of_any_sizes(way, ranks, segments):
         out = empty_like(wanted)
         c.all_to_all(sends, out)
         assert same(out, wanted)
+        counts = {"send_counts": [*map(len, sends)], "recv_counts": [*map(len, wanted)]}
+        joined = np.empty(sum(counts["recv_counts"]), np.float32)
+        c.all_to_all(np.concatenate(sends), joined, **counts)
+        assert np.array_equal(joined, np.concatenate(wanted))
 
         out = empty_like(all_parts) if c.rank == root else None
         c.gather(mine, out, root)
@@ -456,8 +428,13 @@ def test_lists_of_any_sizes(way, ranks, segments):
         sums = np.empty_like(mine)
         c.reduce_scatter([(c.rank + 1) * x for x in all_parts], sums)
         assert np.array_equal(sums, mine * (ranks * (ranks + 1) // 2))
+        given = [x.copy() for x in all_parts]
+        c.reduce_scatter(given, sums, "premul_sum", factor=FACTORS[c.rank])
+        assert np.array_equal(sums, mine * sum(FACTORS[:ranks]))
+        assert same(given, all_parts), "the input is the caller's"
 
-    run(ranks, job, **WAYS[way], **SEGMENTS[segments])
+    nodes = {"nodes": [rank % 3 for rank in range(ranks)]} if way == "nodes" else {}
+    run(ranks, job, **LIST_WAYS[way], **SEGMENTS[segments], **nodes)
 
 
 SIZES_THAT_DIFFER = {

@@ -119,25 +119,6 @@ def test_bits_are_independent_of_the_length():
         assert results == prefixes
 
 
-def test_lists_of_uneven_parts():
-    sizes = [7, 0, 1000, 33, 5]
-
-    def job(c):
-        whole = np.concatenate([np.full(size, c.rank + 10 * r) for r, size in enumerate(sizes)])
-        cuts = np.cumsum([0, *sizes])
-        mine = whole[cuts[c.rank] : cuts[c.rank + 1]].copy()
-        parts = [np.empty(size, whole.dtype) for size in sizes]
-        c.all_gather(mine, parts)
-        out = np.empty(sizes[c.rank], whole.dtype)
-        c.reduce_scatter([whole[cuts[r] : cuts[r + 1]] for r in range(c.size)], out)
-        return [part.tolist() for part in parts], out.tolist()
-
-    for more in ({}, {"algo": "bruck"}, {"algo": "ring"}):
-        for rank, (parts, out) in enumerate(run(5, job, **options("2+1+2", **more))):
-            assert parts == [[r + 10 * r] * size for r, size in enumerate(sizes)]
-            assert out == [10 + 50 * rank] * sizes[rank]
-
-
 def wire_bytes(name, call, numel):
     """Return the bytes that each node sends, minus those of an empty call."""
 

@@ -18,7 +18,7 @@ from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, Timeout, WireMismatch
 from tests.collectives.ways import WAYS, floats
 from tests.extent import each_value
-from tests.ranks import OPTIONS, attempt, join, run, run_processes
+from tests.ranks import OPTIONS, attempt, join, run
 from tests.soak.held import held_at_rest
 
 everywhere = pytest.mark.parametrize("way", ["window", "tcp"])
@@ -302,20 +302,6 @@ def test_an_undone_receive_leaves_no_memory():
     before = held_at_rest()["heap_kib"]
     groups(500)
     assert held_at_rest()["heap_kib"] - before < 100  # 2 KiB each would be a thousand
-
-
-def test_between_processes():
-    def job(c):
-        for numel in SIZES:
-            out = np.empty(numel, np.float32)
-            request = c.recv(out, (c.rank - 1) % c.size)
-            c.send(floats(c.rank, numel), (c.rank + 1) % c.size).wait()
-            request.wait()
-            assert np.array_equal(out, floats((c.rank - 1) % c.size, numel))
-        return True
-
-    assert all(run_processes(3, job))
-    assert all(run_processes(2, job, transport="tcp"))
 
 
 # ---------------------------------------------------------------- a peer that breaks the protocol

@@ -422,7 +422,7 @@ def test_no_secret_is_in_the_store_or_the_output():
 
 @pytest.mark.timeout(300)
 def test_two_ranks_average_on_a_device(tmp_path, monkeypatch):
-    interpreter.start_with(monkeypatch, fake_device.installed(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", fake_device.installed(tmp_path))
     found = {finding.name: finding for finding in gpu.run(fake_device.NAME)}
     assert found["ranks"].level == "ok", found
     assert "1 bucket of 65586 values: kernels (" in found["ranks"].text

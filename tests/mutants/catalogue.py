@@ -313,7 +313,7 @@ MUTANTS = (
         "csrc/collectives/coded/coded.cpp::signature",
         "add_number(args.step);",
         "",
-        "faults/test_mismatch.py::test_codings_that_differ",
+        "faults/test_mismatch.py::test_every_rank_is_told_who_differs",
     ),
     Mutant(
         "damaged-notice-read-beyond-its-end",

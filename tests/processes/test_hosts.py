@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -23,6 +22,7 @@ from tests.extent import FULL, part
 from tests.faults.injection.case import NETWORK, draw
 from tests.faults.injection.play import breaches, play
 from tests.processes.labs import far_hosts, near_hosts, printed_by
+from tests.torch.interpreter import run_ranks
 
 # Checks all collectives and messages by `==`; prints how the rank is connected.
 CHECK_ALL = """
@@ -152,7 +152,7 @@ CASES = [
 def test_sites_are_found_by_round_trips(tmp_path, delay, near, levels, told):
     differ = {way: Shape(delay) for a, b in near for way in ((a, b), (b, a))}
     with far_hosts(4, "unlimited", shape=Shape(delay=0.03), differ=differ) as lab:
-        text = printed_by(lab, SUMS, tmp_path, forked=True)
+        text = printed_by(lab, SUMS, tmp_path)
     lines = [line for line in text.splitlines(keepends=True) if line.startswith(str(levels))]
     assert len(lines) == 4, text
     assert all("round trips up to 6" in line and told in line for line in lines), text
@@ -209,24 +209,12 @@ def locales(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_variables_are_read_with_a_point(locales):
-    code = (
-        f"import json, locale; locale.setlocale(locale.LC_ALL, {GERMAN!r})\n"
-        "assert locale.str(1.5) == '1,5'\n"
-        "from pycomm import _C; print(json.dumps(_C.env()))"
-    )
-    given = {"PYCOMM_TIMEOUT": "1.5", "LOCPATH": str(locales)}
-    run = [sys.executable, "-c", code]
-    done = subprocess.run(run, env=os.environ | given, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["timeout"] == 1.5
-
-
 RANK = """
 import array, locale, sys
-rank, folder, own = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-locale.setlocale(locale.LC_ALL, own)
+rank, folder = int(sys.argv[1]), sys.argv[2]
+locale.setlocale(locale.LC_ALL, "")
+assert locale.str(1.5) == ("1,5", "1.5")[rank]
+from pycomm import _C
 from pycomm.communicator import Communicator, Store
 link = ("12.5mbit/20mbit", "100mbit")[rank]
 with Communicator(Store.file(folder), rank, 2, transport="tcp", timeout=20, link=link) as c:
@@ -234,23 +222,17 @@ with Communicator(Store.file(folder), rank, 2, transport="tcp", timeout=20, link
     c.all_reduce(x)
     print(x.tolist() == [2 * i + 1 for i in range(100_003)])
     print(c.describe().partition("; ")[2])
+print(_C.env()["timeout"])
 """
 
 
 def test_ranks_of_different_locales_know_the_same_links(locales, tmp_path):
-    """Both publish rates, and compute from all of them who owns how much of a sum."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(rank), str(tmp_path / "store"), own],
-            env=os.environ | {"LOCPATH": str(locales)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank, own in enumerate((GERMAN, "C"))
-    ]
-    found = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
-    assert [lines[:1] for lines in found] == [["True"], ["True"]], found
-    assert found[0][1] == found[1][1] == "rates 12.5/20 100 Mbit/s"
+    """Variables have a point. By rates that they publish ranks know who owns how much of a sum."""
+    common = {"LOCPATH": str(locales), "PYCOMM_TIMEOUT": "1.5"}
+    of_rank = [common | {"LC_ALL": own} for own in (GERMAN, "C")]
+    ranks = run_ranks("-c", RANK, words=[str(tmp_path / "store")], of_rank=of_rank)
+    found = [rank.stdout.splitlines() for rank in ranks]
+    assert found[0] == found[1] == ["True", "rates 12.5/20 100 Mbit/s", "1.5"]
 
 
 # ---------------------------------------------------------------------------------------- addresses

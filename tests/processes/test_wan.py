@@ -22,7 +22,7 @@ from pycomm._build import load_c10d
 from pycomm.bench.lab.jobs import Failed, command_of
 from pycomm.bench.lab.wan import Shape, WanLab
 from tests.extent import part
-from tests.processes.labs import far_hosts, fork_ranks, printed_by
+from tests.processes.labs import CountedWanLab, far_hosts, printed_by
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,6 @@ def test_a_group_takes_few_round_trips(nodes, round_trip):
     total = [float(sum(range(nodes)) + nodes * i) for i in range(4)]
     took = dict.fromkeys(PROMISED, float("inf"))
     with far_hosts(nodes, shape=Shape(delay=round_trip / 2)) as lab:
-        fork_ranks(lab)
         for _ in range(4):
             steps, printed = run_steps(lab)
             # What torch's store says of a network without name servers, and rank 0 of its group.
@@ -50,77 +49,53 @@ def test_a_group_takes_few_round_trips(nodes, round_trip):
     pytest.fail(f"{took} round trips, and {PROMISED} are promised")
 
 
-# Rank 1 sends so many datagrams to rank 0, one after the answer to the one before.
-ECHO = """
+# Rank 1 sends so many datagrams to rank 0, each after the answer to the one before if there are
+# answers. Rank 0 is there in either case, so that nothing says that nobody is.
+DATAGRAMS = """
 import os, socket, sys
-address, count = (os.environ["MASTER_ADDR"], 5000), int(sys.argv[1])
+address, count, answers = (os.environ["MASTER_ADDR"], 5000), int(sys.argv[1]), sys.argv[2:]
 end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 if os.environ["RANK"] == "0":
     end.bind(address)
     print("ready", flush=True)
-    for _ in range(count):
+    for _ in range(count if answers else 0):
         end.sendto(*end.recvfrom(100))
+    sys.stdin.read()
 else:
     sys.stdin.readline()
     for _ in range(count):
         end.sendto(b"x", address)
-        end.recv(100)
+        if answers:
+            end.recv(100)
 """
+
+
+def send(lab: CountedWanLab, count: int, *answers: str) -> int:
+    """Send datagrams from node 1 to node 0; return how many packets were lost."""
+    before = lab.packets()[1]
+    server, client = (
+        subprocess.Popen(
+            [*lab.wrap(rank), sys.executable, "-c", DATAGRAMS, str(count), *answers],
+            env={**os.environ, "MASTER_ADDR": lab.master, "RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for rank in range(2)
+    )
+    assert server.stdout.readline() == b"ready\n"
+    lab.mark()
+    client.communicate(b"\n", timeout=60)
+    server.communicate(timeout=60)
+    return lab.packets()[1] - before
 
 
 def test_trips_are_counted():
     """What the test above relies on."""
     with far_hosts(2, shape=Shape(delay=0.001)) as lab:
-        server, client = (
-            subprocess.Popen(
-                [*lab.wrap(rank), sys.executable, "-c", ECHO, "5"],
-                env={**os.environ, "MASTER_ADDR": lab.master, "RANK": str(rank)},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-            )
-            for rank in range(2)
-        )
-        assert server.stdout.readline() == b"ready\n"
-        lab.mark()
-        client.communicate(b"\n", timeout=60)
-        server.communicate(timeout=60)
+        assert send(lab, 5, "answers") == 0
         assert lab.trips() == 10
         lab.mark()
         assert lab.trips() == 0
-
-
-# Takes datagrams, so that no answer says that nobody does.
-SINK = """
-import os, socket, sys
-end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-end.bind((os.environ["MASTER_ADDR"], 5000))
-print("ready", flush=True)
-sys.stdin.read()
-"""
-
-# Sends so many datagrams.
-SEND = """
-import os, socket, sys
-end = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-for i in range(int(sys.argv[1])):
-    end.sendto(b"x", (os.environ["MASTER_ADDR"], 5000))
-"""
-
-
-def send(lab: WanLab, count: int) -> int:
-    """Send datagrams from node 1 to node 0; return how many packets were lost."""
-    env = {**os.environ, "MASTER_ADDR": lab.master}
-    before = lab.packets()[1]
-    sink = subprocess.Popen(
-        [*lab.wrap(0), sys.executable, "-c", SINK],
-        env=env,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
-    assert sink.stdout.readline() == b"ready\n"
-    subprocess.run([*lab.wrap(1), sys.executable, "-c", SEND, str(count)], env=env, check=True)
-    sink.communicate(timeout=60)
-    return lab.packets()[1] - before
 
 
 @pytest.mark.parametrize(
@@ -230,7 +205,7 @@ if child:
 def test_far_hosts_without_feedback_use_one_round(tmp_path, local):
     """With the bits of two rounds."""
     with far_hosts(2, shape=Shape(delay=0.03)) as lab:
-        lines = printed_by(lab, CODED, tmp_path, str(local), forked=True).splitlines()
+        lines = printed_by(lab, CODED, tmp_path, str(local)).splitlines()
     algos = [line for line in lines if line.startswith("went in ")]
     want = ["one_shot", "two_shot"] if local == 1 else ["hierarchical"] * 2
     assert sorted(algos) == sorted(f"went in {algo}" for algo in want * 2 * local), lines

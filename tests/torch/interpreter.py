@@ -35,7 +35,6 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).parents[2]
 NOTHING: Mapping[str, str] = {}
-EXECUTABLE = "TESTS_PYTHON"  # the path that `sys.executable` is in a process, where it is set
 PRELOADED = "torch.distributed.fsdp, torch._dynamo, torch.distributed.checkpoint"
 # One thread, since a fork copies none: the libraries that torch loads start theirs at import.
 SINGLE = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -169,10 +168,17 @@ def run(
 
 
 def run_ranks(
-    *command: str, words: Sequence[str] = (), timeout: float = 120.0, **options: Any
+    *command: str,
+    words: Sequence[str] = (),
+    of_rank: Sequence[Mapping[str, str]] = (NOTHING, NOTHING),
+    timeout: float = 120.0,
+    **options: Any,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """Run `python COMMAND RANK WORDS` on two ranks at once to their ends."""
-    ranks = [Interpreter(*command, str(rank), *words, **options) for rank in range(2)]
+    """Run `python COMMAND RANK WORDS` on two ranks at once, to their ends; each has variables."""
+    ranks = [
+        Interpreter(*command, str(rank), *words, variables=own, **options)
+        for rank, own in enumerate(of_rank)
+    ]
     said = [rank.communicate(timeout) for rank in ranks]
     return [
         subprocess.CompletedProcess(rank.args, rank.wait(), *texts)
@@ -216,20 +222,13 @@ def launch(
     return texts
 
 
-def torchrun(
-    *command: str, folder: Path, ranks: int = 2, fresh: bool = False, **environment: str
-) -> str:
-    """Run a script, behind options, under torchrun; return its ranks' output of both streams.
+def torchrun(*command: str, folder: Path, **environment: str) -> str:
+    """Run a script, behind options, on two ranks of torchrun; return their output of both streams.
 
-    With `fresh`, and in the full extent, the ranks are interpreters of their own, as users' are.
-    Else they are forks of the agent, which has imported torch; they end without exit functions.
+    Its ranks are interpreters of their own, as users' are.
     """
-    from tests.extent import FULL
-
-    start = [] if fresh or FULL else ["--run-path", "--start-method", "fork"]
-    rendezvous = ["--standalone", "--nproc-per-node", str(ranks)]
     done = run(
-        *("-m", "torch.distributed.run", *rendezvous, *start, *command),
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command),
         variables={"OMP_NUM_THREADS": "1", **environment},
         cwd=folder,
         merged=True,
@@ -237,6 +236,15 @@ def torchrun(
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
+
+
+def with_entry_point(folder: Path, point: str = "entry = pycomm._autoload:register") -> Path:
+    """Return a folder, in which torch finds an entry point then, as after an installation."""
+    info = folder / "entry-1.0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[torch.backends]\n{point}\n")
+    return folder
 
 
 def free_port() -> int:
@@ -277,27 +285,6 @@ def start_server() -> str:
 
     atexit.register(end)
     return address
-
-
-def as_python(folder: Path) -> dict[str, str]:
-    """Return variables of programs that start Python processes, which import no torch: that of
-    the server is theirs; see `_be_python`.
-
-    Args:
-        folder: for the program that is `sys.executable` in them, and whose path EXECUTABLE has.
-    """
-    program = folder / "python"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -IS {__file__} "$@"\n')
-    program.chmod(0o755)
-    _server()
-    return {EXECUTABLE: str(program), SHARED: os.environ.get(SHARED) or _own[os.getpid()]}
-
-
-def start_with(monkeypatch: Any, variables: Mapping[str, str]) -> None:
-    """Let what this process starts by `sys.executable` have the variables of `as_python`."""
-    monkeypatch.setattr(sys, "executable", variables[EXECUTABLE])
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
 
 
 _own: dict[int, str] = {}
@@ -354,7 +341,6 @@ class Command:
         os.environ.clear()
         os.environ.update(self.env)
         os.chdir(self.cwd)
-        sys.executable = self.env.get("TESTS_PYTHON", sys.executable)
         kind, *rest = self.words
         if kind == "-c":
             sys.argv = ["-c", *rest[1:]]
@@ -464,31 +450,3 @@ def _keep(letter: int, link: int, out: int, err: int, *passed: int) -> Command:
     with suppress(BrokenPipeError):
         os.write(link, str(os.waitstatus_to_exitcode(status)).encode().ljust(16))
     os._exit(0)
-
-
-# --------------------------------------------------------------------------- what sys.executable is
-# In programs under test that start others, and that end them by their process ids or by signals.
-
-
-def _be_python(command: list[str]) -> int:
-    """Run `python COMMAND` by a process that has imported torch; return its status.
-
-    It is killed when this process ends. Neither a network namespace nor an affinity to cores is
-    passed on.
-    """
-    link = Command(command, dict(os.environ), os.getcwd(), True, False).forked(1, 2)
-    process = int(link.recv(16, socket.MSG_WAITALL))
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, _: os.kill(process, number))
-    status = int(link.recv(16, socket.MSG_WAITALL) or b"1")
-    if status < 0:
-        if status != -signal.SIGKILL:
-            signal.signal(-status, signal.SIG_DFL)
-        os.kill(os.getpid(), -status)
-    return status
-
-
-if __name__ == "__main__":
-    if sys.argv[1] not in ("-m", "-c"):  # such as a program of the standard library alone
-        os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
-    sys.exit(_be_python(sys.argv[1:]))

@@ -174,14 +174,14 @@ class Outcome:
         return breaches([*early, Sample(last.events, {**last.held, **least})])
 
 
-def kill_and_replace(lab: Lab, kills: int, seed: int) -> Outcome:
+def kill_and_replace(lab: Lab, kills: int, seed: int, *options: str) -> Outcome:
     """Let replicas die and come back so many times.
 
     Raises:
         AssertionError: one hangs, or has other parameters than another at the same step.
     """
     outcome, draw, told = Outcome(), random.Random(seed), time.monotonic()
-    living = {number: lab.start(number, *OPTIONS) for number in range(3)}
+    living = {number: lab.start(number, *OPTIONS, *options) for number in range(3)}
     oldest = living[0]
 
     def trains(replica: Replica) -> bool:
@@ -214,7 +214,7 @@ def kill_and_replace(lab: Lab, kills: int, seed: int) -> Outcome:
         gone.end()
         lab.replicas.remove(gone)
         number = ({1, 2} - living.keys()).pop()
-        living[number] = lab.start(number, *OPTIONS)
+        living[number] = lab.start(number, *OPTIONS, *options)
         if (kill + 1) % TELLS == 0:
             print(f"{kill + 1} kills in {time.monotonic() - told:.0f} s", file=sys.stderr)
     lab.wait(lambda: all(map(trains, living.values())), "not all take part in the end")

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.torch.interpreter import ROOT, free_port
+from tests.torch.interpreter import ROOT, free_port, with_entry_point
 
 LIMIT = 280  # seconds of one run
 
@@ -106,10 +106,7 @@ def output_of(
     trainer: Trainer, backend: str, folder: Path, run: str = "", words: Sequence[str] = ()
 ) -> str:
     """The output of both streams of all ranks; `words` are arguments for the example."""
-    info = folder / "entry-1.0.dist-info"  # as an installation has it
-    info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[torch.backends]\nentry = pycomm._autoload:register\n")
+    with_entry_point(folder)
     takeover = ""
     command = [sys.executable]
     if trainer.launcher:
@@ -308,12 +305,6 @@ def test_the_script_for_horovod_learns_with_four_bits(tmp_path):
     assert "policy: int4" in output
     (accuracy,) = re.findall(r"^accuracy ([0-9.]+)$", output, re.MULTILINE)
     assert float(accuracy) > 0.8  # ten classes; a guess is right once in ten times
-
-
-def test_skips_a_trainer_without_its_package():
-    for needs in ("no_such_package", "no_such_package.core"):
-        with pytest.raises(pytest.skip.Exception, match=needs):
-            skip_without(Trainer("none", by_name=True, needs=needs))
 
 
 def workers_of_tensorflow(folder: Path, codec: str) -> list[str]:

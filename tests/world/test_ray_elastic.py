@@ -21,7 +21,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.torch.interpreter import ROOT, with_entry_point
+
 LIMIT = 240  # seconds until something is expected at the latest
 BEGIN = re.compile(r"begin at step (\d+) on (\d) workers, residuals ([0-9.e+-]+), process (\d+)")
 SAVED = re.compile(r"saved step (\d+) on (\d) workers")
@@ -35,10 +36,7 @@ def start_nodes() -> Any:
 
 @contextmanager
 def example(address: str, folder: Path, *words: str) -> Iterator[subprocess.Popen[bytes]]:
-    info = folder / "entry-1.0.dist-info"  # as an installation has it
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: entry\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[torch.backends]\nentry = pycomm._autoload:register\n")
+    with_entry_point(folder)
     command = [sys.executable, str(ROOT / "examples/trainers/train_ray_elastic.py"), *words]
     with (folder / "output").open("w") as output:
         started = subprocess.Popen(

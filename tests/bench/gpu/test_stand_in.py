@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from pycomm.bench.common import tables
 from pycomm.bench.gpu import __main__ as gpu
 from pycomm.bench.gpu import tasks
 from tests.torch.device import fake_device
-from tests.torch.interpreter import EXECUTABLE, ROOT
+from tests.torch.interpreter import ROOT
 
 pytestmark = pytest.mark.timeout(600)  # all stages take 15 seconds of a free core
 SANITIZER = """#!/bin/sh
@@ -38,14 +39,14 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def python(folder):
     """Run a module of Python in a process that has the device; return it."""
-    env = os.environ | fake_device.installed(folder)
+    env = os.environ | {"PYTHONPATH": fake_device.installed(folder)}
     tool = folder / "compute-sanitizer"
     tool.write_text(SANITIZER)
     tool.chmod(0o755)
     env |= {"PATH": f"{folder}{os.pathsep}{env['PATH']}", "CUDA_HOME": str(folder)}
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [env[EXECUTABLE], "-m", *words]
+        command = [sys.executable, "-m", *words]
         return subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
 
     return run

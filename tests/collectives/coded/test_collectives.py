@@ -6,6 +6,8 @@ Owners decode, add and encode again; payloads of topk are gathered by all ranks 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -92,62 +94,66 @@ class Bucket:
         return dict(zip(self.order, np.split(data, ends[:-1]), strict=True))
 
 
-def model(ranks: int, tensor: int, codec: Any, average: bool = True, feedback: bool = True):
-    """Return the result, the workers' residuals and the owners' residual of a whole tensor."""
-    code = built(codec)
-    numel = TENSORS[tensor]
+def reduce_once(order, codecs, *, average=True, shared=(), **kwargs):
+    """Return a job that makes one call and returns its result and residuals, by tensor.
 
-    def through(p: torch.Tensor, hop: int) -> torch.Tensor:
-        key = RandomKey(_test.hop_seed(SEED, hop), STEP, tensor)
-        return code.reference_decode(code.reference_encode(p, key, 0), numel)
-
-    total, residuals = None, []
-    for r in range(ranks):
-        p = torch.from_numpy(gradient(r, tensor))
-        if feedback:
-            p = p + torch.from_numpy(gradient(r, tensor, 100) / 50)
-        sent = through(p, r)
-        residuals.append(p - sent)
-        total = sent if total is None else total + sent
-    if average:
-        total = total / ranks
-    owed = torch.from_numpy(gradient(0, tensor, 200) / 50)
-    if code.combine == "gather":
-        return total.numpy(), [e.numpy() for e in residuals], owed.numpy()
-    if feedback:
-        total = total + owed
-    result = through(total, -1)
-    return result.numpy(), [e.numpy() for e in residuals], (total - result).numpy()
-
-
-def reduce_once(order, codecs, **kwargs):
-    """Return a job that makes one call and returns its result and residuals, by tensor."""
-    average = kwargs.pop("average", True)
+    The buckets of ``shared`` ranks are in the heap.
+    """
 
     def job(c):
-        bucket = Bucket(c.rank, order, codecs, **kwargs)
+        bucket = Bucket(c.rank, order, codecs, shared=c.rank in shared, **kwargs)
         result = bucket.all_reduce(c, average=average)
         return result, bucket.residuals, bucket.owner_residuals
 
     return job
 
 
-def check(outcomes, codecs, average=True, feedback=True):
-    ranks = len(outcomes)
+def check(outcomes, codecs, average=True, feedback=True, nodes=None):
+    """Compare with a model of whole tensors, byte for byte.
+
+    A node sums exactly, and each value of its sum is coded, and has its residual, on one of its
+    ranks. Without nodes each rank is one. Nodes are in the order of their lowest rank.
+    """
+    places = [*(nodes or range(len(outcomes)))]
     for tensor, codec in codecs.items():
-        result, residuals, owner_residual = model(ranks, tensor, codec, average, feedback)
-        start = gradient(0, tensor, 200) / 50
-        owned = np.zeros(TENSORS[tensor], np.int64)
-        for r, (results, worker, owner) in enumerate(outcomes):
-            assert bits(results[tensor]) == bits(result), (codec, tensor, r)
-            if not feedback:
-                continue
-            assert bits(worker[tensor]) == bits(residuals[r]), (codec, tensor, r)
-            changed = owner[tensor] != start
-            assert np.array_equal(owner[tensor][changed], owner_residual[changed])
-            owned += changed
+        code, numel = built(codec), TENSORS[tensor]
+
+        def through(p, hop, code=code, numel=numel, tensor=tensor):
+            key = RandomKey(_test.hop_seed(SEED, hop), STEP, tensor)
+            return code.reference_decode(code.reference_encode(p, key, 0), numel)
+
+        total = None
+        for k, node in enumerate(dict.fromkeys(places)):
+            ranks = [r for r, place in enumerate(places) if place == node]
+            p = reduce(add, [torch.from_numpy(gradient(r, tensor)) for r in ranks])
+            wrote = {}
+            if feedback:
+                for r in ranks:
+                    start = gradient(r, tensor, 100) / 50
+                    wrote[r] = outcomes[r][1][tensor] != start
+                    p = torch.where(torch.from_numpy(wrote[r]), p + torch.from_numpy(start), p)
+                assert (sum(wrote[r].astype(int) for r in ranks) == 1).all()
+            sent = through(p, k)
+            for r, where in wrote.items():
+                assert bits(outcomes[r][1][tensor][where]) == bits((p - sent).numpy()[where])
+            total = sent if total is None else total + sent
+        if average:
+            total = total / len(outcomes)
+        result, begin = total, gradient(0, tensor, 200) / 50
+        if code.combine == "recode":
+            if feedback:
+                total = total + torch.from_numpy(begin)
+            result = through(total, -1)
+        left, owned = (total - result).numpy(), np.zeros(numel, np.int64)
+        for r, (results, _, owner) in enumerate(outcomes):
+            assert bits(results[tensor]) == bits(result.numpy()), (codec, tensor, r)
+            if feedback:
+                changed = owner[tensor] != begin
+                assert np.array_equal(owner[tensor][changed], left[changed])
+                owned += changed
         if feedback:
-            assert np.array_equal(owned, owner_residual != start), "each element has one owner"
+            owners = left != begin if code.combine == "recode" else owned * 0
+            assert np.array_equal(owned, owners), "each element has one owner"
 
 
 @pytest.mark.parametrize("ranks", RANKS)

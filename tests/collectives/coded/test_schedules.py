@@ -7,30 +7,16 @@ do: the same bits in one round in place of two.
 from __future__ import annotations
 
 import time
-from functools import reduce
-from operator import add
 
 import numpy as np
 import pytest
-import torch
 
 import pycomm
 from pycomm import _C, _test
-from pycomm.codecs import RandomKey
 from pycomm.communicator import Piece
 from pycomm.errors import WireMismatch
 from tests.codecs.cases import SPECS
-from tests.collectives.coded import test_collectives as flat
-from tests.collectives.coded.test_collectives import (
-    OWNED,
-    SEED,
-    STEP,
-    TENSORS,
-    Bucket,
-    built,
-    gradient,
-    reduce_once,
-)
+from tests.collectives.coded.test_collectives import OWNED, TENSORS, check, reduce_once
 from tests.collectives.test_hierarchical import NODES, SITES, options, sited
 from tests.collectives.ways import bits
 from tests.extent import each_pair
@@ -39,70 +25,13 @@ from tests.ranks import attempt, run, run_processes
 LEVELS = [name for name in NODES if name not in ("flat", "one")]
 
 
-def members(nodes):
-    """Return the ranks of each node; nodes are in the order of their lowest rank."""
-    return [[r for r, n in enumerate(nodes) if n == node] for node in dict.fromkeys(nodes)]
-
-
-def job(codecs, shared=lambda rank: False):
-    def reduce(c):
-        bucket = Bucket(c.rank, list(TENSORS), codecs, shared=shared(c.rank))
-        start = {t: x.copy() for t, x in bucket.residuals.items()}
-        result = bucket.all_reduce(c)
-        return result, start, bucket.residuals, bucket.owner_residuals
-
-    return reduce
-
-
-def check(outcomes, nodes, codecs):
-    """Compare with a model of whole tensors; each residual lies on one rank of its node."""
-    by_node = members(nodes)
-    for tensor, codec in codecs.items():
-        code, numel = built(codec), TENSORS[tensor]
-
-        def through(p, hop, code=code, numel=numel, tensor=tensor):
-            key = RandomKey(_test.hop_seed(SEED, hop), STEP, tensor)
-            return code.reference_decode(code.reference_encode(p, key, 0), numel)
-
-        total = None
-        for k, ranks in enumerate(by_node):
-            p = reduce(add, [torch.from_numpy(gradient(r, tensor)) for r in ranks])
-            # The residual that counts is the one that was written: exact codecs write zeros.
-            owed = torch.zeros(numel)
-            coded = torch.zeros(numel, dtype=torch.int64)
-            for r in ranks:
-                _, start, residuals, _ = outcomes[r]
-                wrote = torch.from_numpy(residuals[tensor] != start[tensor])
-                owed[wrote] = torch.from_numpy(start[tensor])[wrote]
-                coded += wrote
-            assert bool((coded == 1).all()), "each value of a node's sum is coded by one rank"
-            p = p + owed
-            sent = through(p, k)
-            for r in ranks:
-                _, start, residuals, _ = outcomes[r]
-                wrote = residuals[tensor] != start[tensor]
-                assert np.array_equal(residuals[tensor][wrote], (p - sent).numpy()[wrote])
-            total = sent if total is None else total + sent
-        total, result = total / len(nodes), total / len(nodes)
-        begin, owned = gradient(0, tensor, 200) / 50, np.zeros(numel, np.int64)
-        if code.combine == "recode":
-            total = total + torch.from_numpy(begin)
-            result = through(total, -1)
-        for outcome in outcomes:
-            assert bits(outcome[0][tensor]) == bits(result.numpy()), (codec, tensor)
-            changed = outcome[3][tensor] != begin
-            assert np.array_equal(outcome[3][tensor][changed], (total - result).numpy()[changed])
-            owned += changed
-        owners = (total - result).numpy() != begin if code.combine == "recode" else 0
-        assert np.array_equal(owned, owners + 0 * owned), "one owner each"
-
-
 @pytest.mark.parametrize("name", LEVELS)
 @pytest.mark.parametrize("segment_bytes", [0, 700])
 def test_bytes_of_the_model(name, segment_bytes):
     nodes = NODES[name]
-    outcomes = run(len(nodes), job(OWNED), **options(name, segment_bytes=segment_bytes))
-    check(outcomes, nodes, OWNED)
+    job = reduce_once(list(TENSORS), OWNED)
+    outcomes = run(len(nodes), job, **options(name, segment_bytes=segment_bytes))
+    check(outcomes, OWNED, nodes=nodes)
 
 
 @pytest.mark.parametrize("shared", [(), (0,), (0, 1, 2, 3)], ids=len)
@@ -110,8 +39,8 @@ def test_bytes_of_the_model(name, segment_bytes):
 def test_between_processes(shared, segment_bytes):
     """Ranks of a node read the values of those whose bucket is in the heap of their group."""
     more = options("2+2", segment_bytes=segment_bytes) | {"transport": "shm"}
-    outcomes = run_processes(4, job(OWNED, lambda rank: rank in shared), **more)
-    check(outcomes, NODES["2+2"], OWNED)
+    outcomes = run_processes(4, reduce_once(list(TENSORS), OWNED, shared=shared), **more)
+    check(outcomes, OWNED, nodes=NODES["2+2"])
 
 
 def test_values_that_the_kernel_reads_have_the_same_sums():
@@ -176,7 +105,9 @@ def test_a_rank_that_does_not_come_is_named(lost, segment_bytes):
 
 @pytest.mark.parametrize("name", ["2+2", "mixed", "3+1", "2+1+2", "hosts of two ranks"])
 def test_a_site_codes_its_sum_as_a_rank_would(name):
-    check(run(len(SITES[name][0]), job(OWNED), **sited(name)), SITES[name][0], OWNED)
+    sites, _ = SITES[name]
+    outcomes = run(len(sites), reduce_once(list(TENSORS), OWNED), **sited(name))
+    check(outcomes, OWNED, nodes=sites)
 
 
 # ---------------------------------------------------------------------------------------- one shot
@@ -226,7 +157,7 @@ def test_pieces_of_one_bucket_have_codecs_of_their_own(average):
     codecs = dict(zip(TENSORS, ["int8", "int4", "fp8", "fp16", "fp32", "eden:bits=4"], strict=True))
     job = reduce_once(list(TENSORS), codecs, average=average, feedback=False)
     for ranks in (1, 2, 3):
-        flat.check(run(ranks, job, **shots("one_shot")), codecs, average, feedback=False)
+        check(run(ranks, job, **shots("one_shot")), codecs, average, feedback=False)
 
 
 def test_one_shot_between_processes():
@@ -234,7 +165,7 @@ def test_one_shot_between_processes():
     job = reduce_once(list(TENSORS), codecs, feedback=False)
     for ranks in (2, 3):
         outcomes = run_processes(ranks, job, transport="tcp", algo="one_shot")
-        flat.check(outcomes, codecs, feedback=False)
+        check(outcomes, codecs, feedback=False)
 
 
 @pytest.mark.parametrize("spec", SENT_TO_ALL)
@@ -247,7 +178,7 @@ def test_what_all_ranks_get_anyway_is_no_reason(spec):
 
 def test_a_residual_of_an_owner_needs_an_owner():
     codecs = dict.fromkeys(TENSORS, "int4")
-    flat.check(run(3, reduce_once(list(TENSORS), codecs), **shots("one_shot")), codecs)
+    check(run(3, reduce_once(list(TENSORS), codecs), **shots("one_shot")), codecs)
 
 
 def test_ranks_that_differ_in_it_get_an_error():

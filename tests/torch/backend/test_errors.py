@@ -31,35 +31,6 @@ from tests.torch.pool import on_ranks
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize(
-    ("kind", "differs"), [("size", "11"), ("dtype", "int32"), ("op", "broadcast")]
-)
-def test_different_calls_are_named_on_both_ranks(rank, size, kind, differs, asynchronous):
-    x = torch.ones(10 + rank * (kind == "size"))
-    if kind == "dtype" and rank == 1:
-        x = x.int()
-
-    def call() -> Any:
-        if kind == "op" and rank == 1:
-            return dist.broadcast(x, 0, async_op=asynchronous)
-        return dist.all_reduce(x, async_op=asynchronous)
-
-    if asynchronous:
-        work = call()
-        waits = [work.wait, work.wait, work.get_future().wait]
-    else:
-        waits = [call]
-    for wait in waits:
-        with pytest.raises(pycomm.WireMismatch) as caught:
-            wait()
-        for words in ("rank 0", "rank 1", differs):
-            assert words in str(caught.value)
-    with pytest.raises(pycomm.Error):  # the group has failed, and the error says why
-        dist.all_reduce(torch.ones(1))
-
-
-@on_ranks(2)
 def test_an_error_that_passes_a_callback_keeps_its_class(rank, size):
     # Gradients of float64 are averaged by the group's all_reduce, and checked in a callback.
     model = DistributedDataParallel(nn.Linear(4, 4, dtype=torch.float64))

@@ -172,9 +172,13 @@ def test_work_tells_all_about_itself(rank, size):
 def test_failed_work_says_how(rank, size):
     x = torch.ones(3 + rank)
     work = dist.all_reduce(x, async_op=True)
-    with pytest.raises(pycomm.WireMismatch):
-        work.wait()
+    for wait in (work.wait, work.wait, work.get_future().wait):
+        with pytest.raises(pycomm.WireMismatch, match=r"(?s)rank 0 .*rank 1 ") as caught:
+            wait()
+        assert all(f"(sum of {numel} float32)" in str(caught.value) for numel in (3, 4))
     assert not work.is_success()
+    with pytest.raises(pycomm.Error):  # the group has failed, and the error says why
+        dist.all_reduce(torch.ones(1))
     assert backend.find().get_error() == ErrorType.COMM_ERROR
     dist.group.WORLD.shutdown()
     assert backend.find().get_error() == ErrorType.COMM_ERROR
@@ -334,29 +338,6 @@ def port(request) -> Iterator[int]:
     store.close()
 
 
-def init(rank: int, size: int, port: int, **options) -> None:
-    store = client(port)
-    options = {"timeout": timedelta(seconds=30), **options}
-    dist.init_process_group("pycomm", store=store, rank=rank, world_size=size, **options)
-
-
-def check_groups(rank: int, size: int, _, port: int, transport: str) -> None:
-    init(rank, size, port, pg_options=pycomm.Options(transport=transport))
-    x = torch.ones(3)
-    dist.all_reduce(x)
-    assert x.tolist() == [size] * 3
-    pair = dist.new_group([0, 1])
-    if rank < 2:
-        dist.all_reduce(x, group=pair)
-        assert x.tolist() == [2 * size] * 3
-    dist.barrier()
-
-
-@pytest.mark.parametrize("transport", ["auto", "tcp"])
-def test_groups_are_made(pool, port, transport):
-    pool.run(check_groups, port, transport, ranks=3, backend=None)
-
-
 LATE = """
 import sys, time, torch.distributed as dist
 rank, size, port = map(int, sys.argv[1:])
@@ -398,7 +379,8 @@ def test_a_death_is_told_while_others_are_awaited(rank, size, own, port):
 @on_ranks(4, backend=None)
 def test_monitored_barrier_names_the_missing_alone(rank, size, own, port):
     """The time that is left is then shorter than a round trip."""
-    init(rank, size, port)
+    options = {"store": client(port), "timeout": timedelta(seconds=30)}
+    dist.init_process_group("pycomm", rank=rank, world_size=size, **options)
     store = dist.distributed_c10d._get_default_store()
     if rank == 1:
         store.get("over")

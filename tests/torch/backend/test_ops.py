@@ -7,8 +7,6 @@ not have, on sparse tensors, are compared with Gloo's.
 from __future__ import annotations
 
 import copy
-import functools
-import operator
 import warnings
 from datetime import timedelta
 from typing import Any
@@ -18,11 +16,8 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm import backend
-from pycomm.policy import Policy
+from pycomm import _C, backend
 from tests.extent import each_value
-from tests.torch.fsdp.test_compress import chosen, gradients
-from tests.torch.fsdp.test_compress import reduced as of_codec
 from tests.torch.harness import on_both
 from tests.torch.pool import on_ranks
 
@@ -63,27 +58,14 @@ def same(got: Any, want: Any) -> None:
         same(one, of)
 
 
-def reduced(op: dist.ReduceOp, inputs: list[torch.Tensor]) -> torch.Tensor:
-    """Return plain torch's reduction of all ranks' inputs."""
-    dtype, x = inputs[0].dtype, torch.stack([wide(i) for i in inputs])
-    if dtype == torch.bool:
-        some, every = x.amax(0), x.amin(0)
-        return (every if op in (dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN) else some).to(dtype)
-    bits = {"BAND": operator.and_, "BOR": operator.or_, "BXOR": operator.xor}
-    for name, fold in bits.items():
-        if op == getattr(dist.ReduceOp, name):
-            return functools.reduce(fold, [i.to(torch.int64) for i in inputs]).to(dtype)
-    if op == dist.ReduceOp.AVG and dtype in INTEGERS:
-        return x.sum(0).div(len(inputs), rounding_mode="trunc").to(dtype)
-    if op == dist.ReduceOp.AVG:
-        total = x.sum(0)
-        if dtype == torch.complex64:
-            return total / len(inputs)
-        narrow = torch.float32 if dtype in FLOATS and dtype != torch.float64 else total.dtype
-        return (total.to(narrow) / torch.full_like(total, len(inputs), dtype=narrow)).to(dtype)
-    if op in (dist.ReduceOp.MIN, dist.ReduceOp.MAX):
-        return (x.amin(0) if op == dist.ReduceOp.MIN else x.amax(0)).to(dtype)
-    return (x.sum(0) if op == dist.ReduceOp.SUM else x.prod(0)).to(dtype)
+def reduced(op: Any, inputs: list[torch.Tensor]) -> torch.Tensor:
+    """Return the core's reduction, which tests/core/test_reduce.py compares with plain torch's."""
+    out = torch.empty_like(inputs[0])
+    dtype = str(out.dtype).removeprefix("torch.").removesuffix("fn")
+    name = {"PRODUCT": "prod"}.get(op.name, op.name.lower())
+    how = _C.DType.__members__[dtype], _C.ReduceOp.__members__[name]
+    _C.reduce(*how, [x.data_ptr() for x in inputs], out.data_ptr(), out.numel())
+    return out
 
 
 def ops_for(dtype: torch.dtype) -> list[dist.ReduceOp]:
@@ -486,15 +468,3 @@ def test_each_rank_has_a_factor_of_its_own(rank, size, dtype):
                 for out in outs:
                     dist.reduce_scatter_tensor(out, x, op=op)
             same([*outs, x], [want[rank], want[rank], inputs[rank]])
-
-
-@on_ranks(2)
-def test_gradients_with_codecs_have_factors_of_their_own(rank, size):
-    """FSDP2 divides gradients by PREMUL_SUM, including those that go through a codec."""
-    model, state = chosen(size, Policy("fp32", ()), "fsdp")
-    factors = [8.0, 5.0]  # for the number of ranks torch uses AVG
-    model.set_gradient_divide_factor(factors[rank])
-    got = of_codec(model, gradients(rank, 0))["big"]
-    assert state.step == 1  # the gradients have gone through the codec
-    want = sum(gradients(r, 0)["big"] / factors[r] for r in range(size))
-    torch.testing.assert_close(got, want)  # sums of two float32, with codecs in another order

@@ -365,27 +365,12 @@ def test_threads_that_ask_together_load_once(package, compiled, monkeypatch):
     assert len(loads) == 1
 
 
-def test_other_torch_is_named_and_compiled_for(package, compiled, caplog):
-    (package / "_c10d.torch").write_text("1.0\n")
-    _build.load_c10d()
-    assert len(compiled) == 1
-    said = caplog.text
-    assert "torch 1.0" in said
-    assert torch.__version__ in said
-
-
 @pytest.mark.parametrize("file", ["torch/backend.cpp", "module.map"])
 def test_changed_sources_are_compiled_again(package, compiled, file):
     first = _build.load_c10d()
     (package / "csrc/binding" / file).write_text("another")
     assert _build.load_c10d() != first
     assert len(compiled) == 2
-
-
-def test_fitting_build_is_loaded_as_it_is(package, compiled, monkeypatch):
-    (package / "_c10d.torch").write_text(torch.__version__ + "\n")
-    assert _build.load_c10d() == package / _build.BINARY
-    assert compiled == []
 
 
 @pytest.fixture
@@ -401,26 +386,33 @@ def prebuilt(package):
     return put
 
 
-@pytest.mark.parametrize("version", ["2.14.0", "2.14.9+cu130", "2.14.0a0+git1234"])
-def test_every_build_takes_its_minors_prebuilt_binary(
-    package, prebuilt, compiled, monkeypatch, version
+VERSION = torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("stamp", "minors", "version", "kind", "said"),
+    [
+        (VERSION, (), VERSION, "installed", []),
+        ("1.0", (), VERSION, "compiled", ["torch 1.0", VERSION]),
+        ("", ("2.13", "2.9"), "2.16.0", "compiled", ["the wheel has it for torch 2.9, 2.13"]),
+        *(
+            ("", ("2.1", "2.13", "2.14"), version, "prebuilt", [])
+            for version in ("2.14.0", "2.14.9+cu130", "2.14.0a0+git1234")
+        ),
+    ],
+)
+def test_a_binary_that_fits_is_taken_and_else_compiled(
+    package, prebuilt, compiled, monkeypatch, caplog, stamp, minors, version, kind, said
 ):
-    prebuilt("2.1", "2.13", "2.14")
+    (package / "_c10d.torch").write_text(f"{stamp}\n")
+    prebuilt(*minors)
     monkeypatch.setattr(torch, "__version__", version)
-    assert _build.load_c10d() == package / "_prebuilt/2.14" / _build.BINARY
-    assert _build.find_c10d(version) == ("prebuilt", _build.load_c10d())
-    assert compiled == []
-
-
-def test_a_torch_that_the_wheel_does_not_know_is_compiled_for(
-    package, prebuilt, compiled, monkeypatch, caplog
-):
-    prebuilt("2.13", "2.9")
-    monkeypatch.setattr(torch, "__version__", "2.16.0")
     found = _build.load_c10d()
-    assert found.parent == compiled[0]
-    assert "the wheel has it for torch 2.9, 2.13" in caplog.text
-    assert _build.find_c10d("2.16.0") == ("compiled", found)
+    assert _build.find_c10d(version) == (kind, found)
+    delivered = {"installed": package, "prebuilt": package / "_prebuilt/2.14"}
+    assert found.parent == (compiled[0] if kind == "compiled" else delivered[kind])
+    assert len(compiled) == (kind == "compiled")
+    assert all(text in caplog.text for text in said)
 
 
 @pytest.mark.parametrize("kind", ["installed", "prebuilt"])

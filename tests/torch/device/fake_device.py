@@ -24,9 +24,8 @@ from pycomm.codecs.base import Codec
 from pycomm.codecs.cuda.launches import Launch, decode_launches, encode_launches, make_scratch
 from tests.codecs.cuda import emulated
 from tests.compiling import GENERATED, compile_cpp
-from tests.torch import interpreter
 from tests.torch.harness import equal
-from tests.torch.interpreter import ROOT
+from tests.torch.interpreter import ROOT, with_entry_point
 from tests.torch.pool import OfRank, Pool, on_ranks
 
 NAME = "fakegpu"
@@ -145,22 +144,12 @@ def autoload() -> None:
     torch.ops.fakegpu.hurry()
 
 
-def installed(folder: Path) -> dict[str, str]:
-    """Return the variables of a Python that finds the device among its packages.
-
-    `interpreter.EXECUTABLE` names a Python that starts at once.
-
-    Args:
-        folder: for that, and for what names the device's entry point.
-    """
+def installed(folder: Path) -> str:
+    """Return the PYTHONPATH of a Python that finds the device among its packages."""
     built()
     emulated.all_kernels()
-    made = folder / "stand_in-1.dist-info"
-    made.mkdir(parents=True)
-    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: stand-in\nVersion: 1\n")
-    points = f"[torch.backends]\n{NAME} = {__name__}:{autoload.__name__}\n"
-    (made / "entry_points.txt").write_text(points)
-    return {"PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"} | interpreter.as_python(folder)
+    with_entry_point(folder, f"{NAME} = {__name__}:{autoload.__name__}")
+    return f"{ROOT}{os.pathsep}{folder}"
 
 
 def load(way: str) -> None:

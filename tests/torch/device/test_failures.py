@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 
 import pycomm
-from pycomm.errors import Error, PeerLost
+from pycomm.errors import Error, PeerLost, Timeout
 from pycomm.feedback import Feedback, Residuals
 from pycomm.policy.exchange import gather
 from pycomm.reduction import payloads, two_shot
@@ -150,7 +150,7 @@ def test_an_operation_that_a_peer_aborts_leaves_no_result(rank, ranks, way):
     if rank == 1:
         for group in made.values():
             time.sleep(0.1)
-            abort(group)
+            dist.distributed_c10d._abort_process_group(group)
         return
     for name, group in made.items():
         try:
@@ -158,6 +158,8 @@ def test_an_operation_that_a_peer_aborts_leaves_no_result(rank, ranks, way):
         except Error:  # it was aborted before
             continue
         check_failed(name, work, x, way)
+    with pytest.raises(Error, match="abort"):
+        OPERATIONS["all_reduce"](made["all_reduce"])[0].wait()
 
 
 @on_fakes(dies={1})
@@ -180,7 +182,10 @@ def test_an_operation_whose_stream_is_late_leaves_no_result(rank, ranks, way):
     made = groups(LIMIT)
     if rank == 1:
         torch.ops.fakegpu.busy(LATE)
-    check_all_fail(made, way)
+    works = check_all_fail(made, way)
+    if rank == 1:  # the other one gets this error, or times out at the same moment
+        with pytest.raises(Timeout, match="rank 1 did not reach its all_reduce: the work that was"):
+            works[0].wait()
 
 
 @on_fakes()

@@ -22,7 +22,7 @@ from torch import nn
 
 import pycomm
 from pycomm import _C, backend, elastic
-from pycomm.errors import Error, Timeout, WireMismatch
+from pycomm.errors import Error, WireMismatch
 from pycomm.feedback import Feedback, Residual, Residuals
 from pycomm.feedback.rule import LARGE
 from pycomm.reduction import paths, two_shot
@@ -492,46 +492,6 @@ def test_a_compressed_step_refuses_to_be_captured(fakes, way):
     run(fakes, way, check_no_capture_of_a_step, FAKE)
 
 
-@on_fakes("held", timeout=1)
-def test_a_stream_that_is_stuck_ends_the_group_in_time(rank, ranks):
-    x = slow(rank, FAKE, 3000 if rank == 1 else 0)
-    work = dist.all_reduce(x, async_op=True)
-    # The other rank gets the error, or times out at the same moment.
-    with pytest.raises(Timeout if rank == 1 else Error) as caught:
-        work.wait(timedelta(seconds=10))
-    if rank == 1:
-        assert "rank 1 did not reach its all_reduce: the work that was queued before it" in str(
-            caught.value
-        )
-    assert work.is_completed()
-    assert not work.is_success()
-    with pytest.raises(Error):
-        dist.all_reduce(torch.ones(3, device=FAKE), async_op=True).wait()
-
-
-@on_fakes()
-@pytest.mark.parametrize("way", ["held", "peers"])
-def test_an_abort_ends_what_waits_for_peers(rank, ranks, way):
-    x = slow(0, FAKE, 0)
-    dist.all_reduce(x)
-    if rank == 1:
-        time.sleep(0.2)
-        dist.distributed_c10d._abort_process_group()
-        return
-    work = dist.all_reduce(x, async_op=True)
-    if way == "held":  # waiting only synchronizes streams: the failure is still to come
-        work.wait()
-        assert x.cpu().isnan().all()
-        assert work.is_completed()
-        assert not work.is_success()
-    else:  # kernels wait for their peers
-        assert "; on fakegpu:0 2 ranks: " in backend.find().describe()
-    with pytest.raises(Error, match="abort"):
-        work.wait()
-    with pytest.raises(Error, match="abort"):
-        dist.all_reduce(x, async_op=True)
-
-
 @on_fakes("held")
 def test_tensors_must_be_on_one_device(rank, ranks):
     with pytest.raises(Error, match="on one device, got some on fakegpu:0 and on cpu"):
@@ -585,6 +545,7 @@ def test_operations_among_peers_are_in_the_trace(rank, ranks):
         dist.all_reduce(x)
     dist.broadcast(x, 0)
     x.cpu()
+    assert f"; on {x.device} 2 ranks: " in backend.find().describe()
     # Only the newest groups count: failed ones may live as long as their errors.
     *_, trace = (t for t in _C.traces() if t["group"].endswith(f"/peers on {x.device}"))
     assert trace["global_ranks"] == list(range(ranks))

@@ -273,6 +273,7 @@ def test_unused_and_frozen_parameters(rank, size):
 @BOTH
 @pytest.mark.parametrize("coded", [True, False])
 def test_divide_factors(rank, size, shape, coded):
+    """Each rank divides its gradients by its own factor, as PREMUL_SUM does, codec or not."""
     for force in (False, True):
         model = fully_shard(Odd(), mesh=mesh_of(size, shape))
         if coded:
@@ -280,9 +281,12 @@ def test_divide_factors(rank, size, shape, coded):
         model.set_force_sum_reduction_for_comms(force)
         want = average(size, 0)["big"]
         torch.testing.assert_close(reduced(model, gradients(rank, 0))["big"], want)
-        model.set_gradient_divide_factor(8.0)
+        # A sum that is forced is divided afterwards; for the number of ranks torch uses AVG.
+        factors = [8.0] * size if force else [8.0, 5.0, 7.0, 6.0][:size]
+        model.set_gradient_divide_factor(factors[rank])
         got = reduced(model, gradients(rank, 0))["big"]
-        torch.testing.assert_close(got, want * size / 8)
+        want = sum(gradients(r, 0)["big"] / factors[r] for r in range(size))
+        torch.testing.assert_close(got, want)
 
 
 @on_both(2, then=all_equal)

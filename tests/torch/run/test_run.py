@@ -311,7 +311,7 @@ def test_unreached_models_get_a_hint(tmp_path, kind):
 
 
 def test_ddp_example(tmp_path):
-    output = torchrun(str(ROOT / "examples/ddp.py"), folder=tmp_path, fresh=True)
+    output = torchrun(str(ROOT / "examples/ddp.py"), folder=tmp_path)
     losses = [float(line.split()[-1]) for line in output.splitlines() if line.startswith("step")]
     assert losses[-1] < losses[0]
     assert "policy: int4 (" in output
