@@ -205,7 +205,7 @@ def test_native_checks_for_itself():
         _C.Codec("quant").encode(0, 0, 0, index=100)
     x = torch.zeros(4)
     with pytest.raises(Error, match=r"one of residual and new_residual is null"):
-        _C.Codec("cast").encode(x.data_ptr(), 4, x.data_ptr(), residual=x.data_ptr())
+        _C.Codec("cast").encode(x.data_ptr(), 4, x.data_ptr(), error=(x.data_ptr(), 0))
 
 
 @pytest.fixture

@@ -241,7 +241,7 @@ def arguments_of(spec: str, op: str) -> dict[str, bytes]:
 def _with_feedback(codec: Codec, x: torch.Tensor, payload: torch.Tensor) -> list[Launch]:
     old, fresh = (torch.zeros(NUMEL, dtype=torch.bfloat16) for _ in range(2))
     return recorded(
-        lambda: codec.native.encode_fed(
+        lambda: codec.native.encode(
             x.data_ptr(),
             x.numel(),
             payload.data_ptr(),
@@ -249,10 +249,7 @@ def _with_feedback(codec: Codec, x: torch.Tensor, payload: torch.Tensor) -> list
             storage=_C.FeedbackStorage.bf16,
             decay=1.0,
             error=(old.data_ptr(), fresh.data_ptr()),
-            momentum=(0, 0),
-            scratch=_C.FeedbackScratch(),
             stream=0,
-            room=(0, 0),
         )
     )
 

@@ -154,7 +154,7 @@ def encode(
     fresh = torch.full_like(old, 7)
 
     def call(room: torch.Tensor) -> None:
-        codec.native.encode_fed(
+        codec.native.encode(
             x.data_ptr(),
             x.numel(),
             out.data_ptr(),
@@ -162,10 +162,8 @@ def encode(
             storage=_C.FeedbackStorage.__members__[form],
             decay=0.9,
             error=(old.data_ptr(), fresh.data_ptr()),
-            momentum=(0, 0),
-            scratch=_C.FeedbackScratch(),
             stream=0 if on_gpu else None,
-            room=(room.data_ptr(), room.numel()),
+            scratch=room.data_ptr(),
         )
 
     if not on_gpu:
