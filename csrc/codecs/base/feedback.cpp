@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-#include "codecs/base/launch.h"
+#include "codecs/base/block_launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/stored.h"
 #include "core/error.h"
@@ -23,22 +23,43 @@ PYCOMM_SIMD void store_bfloat16(const float* __restrict in, size_t n, uint16_t* 
   for (size_t i = 0; i < n; i++) out[i] = static_cast<uint16_t>(BFloat16::encode_saturating(in[i]));
 }
 
+/// Decodes a block of the form int8.
+PYCOMM_INLINE void load_block(const uint8_t* __restrict in, float* __restrict out) {
+  float scale;
+  std::memcpy(&scale, in, sizeof scale);
+  const auto* const codes = reinterpret_cast<const int8_t*>(in + sizeof scale);
+  for (size_t i = 0; i < kBlock; i++) out[i] = codecs::stored::value_of(codes[i], scale);
+}
+
+PYCOMM_INLINE void store_block(const float* __restrict in, uint8_t* __restrict out) {
+  const float amax = codecs::max_magnitude(in, kBlock);
+  const float scale = codecs::stored::scale_of(amax);
+  const float inv = codecs::inv_scale(amax, codecs::stored::kTop);
+  std::memcpy(out, &scale, sizeof scale);
+  auto* const codes = reinterpret_cast<int8_t*>(out + sizeof scale);
+  if (!codecs::used(amax)) {
+    std::memset(codes, 0, kBlock);
+    return;
+  }
+  for (size_t i = 0; i < kBlock; i++) codes[i] = codecs::stored::code_of(in[i], inv);
+}
+
 // Not as many values as are left in one loop, which would take its iterations one by one.
 
 PYCOMM_SIMD void load_int8(const uint8_t* __restrict in, size_t n, float* __restrict out) {
-  for (; n >= kBlock; n -= kBlock, in += kBlockBytes, out += kBlock) codecs::load_block(in, out);
+  for (; n >= kBlock; n -= kBlock, in += kBlockBytes, out += kBlock) load_block(in, out);
   if (n == 0) return;
   float last[kBlock];
-  codecs::load_block(in, last);
+  load_block(in, last);
   std::memcpy(out, last, n * sizeof(float));
 }
 
 PYCOMM_SIMD void store_int8(const float* __restrict in, size_t n, uint8_t* __restrict out) {
-  for (; n >= kBlock; n -= kBlock, in += kBlock, out += kBlockBytes) codecs::store_block(in, out);
+  for (; n >= kBlock; n -= kBlock, in += kBlock, out += kBlockBytes) store_block(in, out);
   if (n == 0) return;
   float last[kBlock] = {};
   std::memcpy(last, in, n * sizeof(float));
-  codecs::store_block(last, out);
+  store_block(last, out);
 }
 
 // -------------------------------------------------------------------------------- rules
@@ -90,17 +111,6 @@ bool is_plain(const Feedback& feedback) {
 
 // -------------------------------------------------------------------------------- a GPU
 
-using codecs::stored::LoadParams;
-using codecs::stored::StoreParams;
-
-template <typename Params>
-void launch(const char* kernel, Storage storage, const Params& params, Stream stream) {
-  constexpr const char* kForms[] = {"stored::Float32", "stored::BFloat16", "stored::Int8"};
-  const std::string form = kForms[static_cast<int>(storage)];
-  codecs::launch("feedback", codecs::kernel_name(kernel, form), params, params.numel,
-                 codecs::stored::kRows * cuda::kRow, stream);
-}
-
 static_assert(static_cast<uint32_t>(Storage::float32) == codecs::stored::kFloat32 &&
               static_cast<uint32_t>(Storage::bfloat16) == codecs::stored::kBFloat16 &&
               static_cast<uint32_t>(Storage::int8) == codecs::stored::kInt8);
@@ -112,29 +122,24 @@ StoredResidual stored_residual(const Feedback& feedback) {
 }
 
 void encode_cuda(const Codec& codec, const Feedback& feedback, EncodeArgs args) {
-  const bool decays = feedback.kind == Kind::decay;
-  if (codec.fuses_residual()) {
-    args.stored = stored_residual(feedback);
-    return codec.encode(args);
-  }
+  EncodeArgs own = args;
+  own.stored = stored_residual(feedback);
+  if (codec.fuses_residual()) return codec.encode(own);
   const size_t bytes = scratch_bytes(codec, feedback, args.in.size);
   Stream& stream = args.stream;
   auto* const residual = reinterpret_cast<float*>(stream.scratch.data);
+  // What the kernels load and store.
+  own.in.data = residual;
+  own.out = stream.scratch.sub(0, bytes);
   stream.scratch = stream.scratch.sub(bytes, stream.scratch.size - bytes);
-  launch("stored::load_kernel", feedback.storage,
-         LoadParams{{},
-                    feedback.error.old,
-                    feedback.error.fresh,
-                    residual,
-                    args.in.size,
-                    feedback.decay,
-                    decays},
-         stream);
   args.residual = args.new_residual = residual;
+  const codecs::EncodeParams params = codecs::encode_params(kBlock, 0, own);
+  const auto run = [&](const char* kernel) {
+    codecs::launch("feedback", kernel, params, params.numel, codecs::kSmall * cuda::kRow, stream);
+  };
+  run("stored::load_kernel");
   codec.encode(args);
-  auto* const old = const_cast<uint8_t*>(feedback.error.old);
-  launch("stored::store_kernel", feedback.storage,
-         StoreParams{{}, residual, feedback.error.fresh, old, args.in.size}, stream);
+  run("stored::store_kernel");
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #pragma once
 #include <cstring>
 
+#include "codecs/base/bits.h"
 #include "codecs/base/block.h"
 #include "codecs/base/codec.h"
 #include "codecs/base/feedback.h"
@@ -19,26 +20,6 @@ PYCOMM_INLINE float max_magnitude(const float* __restrict x, size_t n) {
     top = bits > top ? bits : top;
   }
   return bits_float(top);
-}
-
-/// Decodes a block of the stored form int8.
-PYCOMM_INLINE void load_block(const uint8_t* __restrict in, float* __restrict out) {
-  float scale;
-  std::memcpy(&scale, in, sizeof scale);
-  const auto* const codes = reinterpret_cast<const int8_t*>(in + sizeof scale);
-  for (size_t i = 0; i < stored::kBlock; i++) out[i] = stored::value_of(codes[i], scale);
-}
-
-PYCOMM_INLINE void store_block(const float* __restrict in, uint8_t* __restrict out) {
-  const float amax = max_magnitude(in, stored::kBlock);
-  const float scale = stored::scale_of(amax), inv = inv_scale(amax, stored::kTop);
-  std::memcpy(out, &scale, sizeof scale);
-  auto* const codes = reinterpret_cast<int8_t*>(out + sizeof scale);
-  if (!used(amax)) {
-    std::memset(codes, 0, stored::kBlock);
-    return;
-  }
-  for (size_t i = 0; i < stored::kBlock; i++) codes[i] = stored::code_of(in[i], inv);
 }
 
 /// Computes p = x + residual; returns the largest |p|.
@@ -101,48 +82,96 @@ class BlockResiduals {
   alignas(64) float fresh_[kMost];
 };
 
-/// Encodes block after block, each while it is in the first-level cache. A Writer has
-///   scale(block, amax)   returns the scale of a block, and writes it
-///   write<kFeedback>(offset, p, n, scale, new_residual)   codes of a used block, and with feedback
-///                        its new residual; offset is in values
-///   zero(offset, n)      codes of a block that is not used
-/// A block's new residual is written after its residual has been read, so they may be one buffer.
-template <typename Writer>
-PYCOMM_INLINE void encode_blocks(const EncodeArgs& args, uint32_t block, const Writer& writer) {
-  const size_t numel = args.in.size;
-  const auto count = [&](size_t lo) { return numel - lo < block ? numel - lo : block; };
-  if (!args.has_residual()) {
-    for (size_t lo = 0, index = 0; lo < numel; lo += block, index++) {
-      const size_t n = count(lo);
-      const float* const x = args.in.data + lo;
-      prefetch_block(args, lo, block);
-      const Scale scale = writer.scale(index, max_magnitude(x, n));
-      scale.used ? writer.template write<false>(lo, x, n, scale, nullptr) : writer.zero(lo, n);
-    }
-    return;
-  }
-  alignas(64) float sum[kMaxBlock];
-  BlockResiduals<> residuals(args);
-  for (size_t lo = 0, index = 0; lo < numel; lo += block, index++) {
-    const size_t n = count(lo);
-    prefetch_block(args, lo, block);
-    const float* const residual = residuals.load(lo, n);
-    const Scale scale = writer.scale(index, add_max_magnitude(args.in.data + lo, residual, n, sum));
-    if (scale.used) {
-      writer.template write<true>(lo, sum, n, scale, residuals.fresh(lo));
-    } else {
-      writer.zero(lo, n);
-      // The residual of a tiny block is all of p; a block that is not finite keeps its old
-      // residual.
-      std::memmove(residuals.fresh(lo), scale.unit == 0.0f ? sum : residual, n * 4);
-    }
-    residuals.store(lo, n);
-  }
-}
-
 inline void zero_padding(Span<uint8_t> section, size_t used_bytes) {
   if (section.size == used_bytes) return;  // memset must not get a null pointer, even of no bytes
   std::memset(section.data + used_bytes, 0, section.size - used_bytes);
+}
+
+/// Codes of blocks with a scale each. A payload is the scales, then the codes.
+struct BlockCodes {
+  uint32_t block;  ///< values of a block
+  int bits;        ///< of a code
+  size_t offset;   ///< bytes of the scales
+
+  /// Returns the values of the block that begins at `lo`.
+  PYCOMM_INLINE size_t count(size_t numel, size_t lo) const {
+    return numel - lo < block ? numel - lo : block;
+  }
+};
+
+/// Writes the codes of a block, a byte each, and with feedback its new residual.
+template <bool kFeedback, typename Round>
+PYCOMM_INLINE void encode_block(const float* __restrict p, size_t n, Scale s, const Round& round,
+                                uint8_t* __restrict codes, float* __restrict new_residual) {
+  for (size_t i = 0; i < n; i++) {
+    const Rounded rounded = round(i, p[i] * s.inv);
+    codes[i] = static_cast<uint8_t>(rounded.code);
+    if (kFeedback) new_residual[i] = p[i] - rounded.value * s.unit;
+  }
+}
+
+/// Encodes block after block, each while it is in the first-level cache. `begin(lo, n)` is called
+/// for the n values from `lo` on before `round(i, v)` returns the code of value lo + i, which is v
+/// times the scale. A block's new residual is written after its residual has been read, so they may
+/// be one buffer. Codes are packed kMaxBlock at a time: a call for each small block would take
+/// longer than the packing.
+template <bool kFeedback, typename Begin, typename Round>
+PYCOMM_INLINE void encode_blocks(const EncodeArgs& args, const BlockCodes& codes, float top,
+                                 const Begin& begin, const Round& round) {
+  alignas(64) uint8_t tile[kMaxBlock];
+  alignas(64) float sum[kMaxBlock];
+  BlockResiduals<> residuals(args);
+  const size_t numel = args.in.size;
+  auto* scales = reinterpret_cast<float*>(args.out.data);
+  uint8_t* const out = args.out.data + codes.offset;
+  for (size_t lo = 0; lo < numel; lo += codes.block) {
+    const size_t n = codes.count(numel, lo), end = lo + n;
+    prefetch_block(args, lo, codes.block);
+    const float* p = args.in.data + lo;
+    const float* const residual = kFeedback ? residuals.load(lo, n) : nullptr;
+    float* const new_residual = kFeedback ? residuals.fresh(lo) : nullptr;
+    const float amax = kFeedback ? add_max_magnitude(p, residual, n, sum) : max_magnitude(p, n);
+    if (kFeedback) p = sum;
+    const Scale s = symmetric_scale(amax, top);
+    *scales++ = s.unit;
+    uint8_t* const to = codes.bits == 8 ? out + lo : tile + lo % kMaxBlock;
+    if (s.used) {
+      begin(lo, n);
+      encode_block<kFeedback>(p, n, s, round, to, new_residual);
+    } else {
+      std::memset(to, 0, n);
+      // The residual of a tiny block is all of p; a block that is not finite keeps its old
+      // residual.
+      if (kFeedback) std::memmove(new_residual, s.unit == 0.0f ? p : residual, n * 4);
+    }
+    if (kFeedback) residuals.store(lo, n);
+    if (codes.bits == 8 || (end % kMaxBlock != 0 && end != numel)) continue;
+    const size_t first = (end - 1) / kMaxBlock * kMaxBlock;
+    pack(codes.bits, tile, end - first, out + first * codes.bits / 8);
+  }
+  zero_padding(args.out, codes.offset + (numel * codes.bits + 7) / 8);
+}
+
+/// Decodes them: `decode(code)` is a value that is yet to be multiplied by the scale.
+template <bool kAdd, typename Decode>
+PYCOMM_INLINE void decode_blocks(Span<const uint8_t> payload, Span<float> out,
+                                 const BlockCodes& codes, const Decode& decode) {
+  alignas(64) uint8_t tile[kMaxBlock];
+  const auto* scales = reinterpret_cast<const float*>(payload.data);
+  const uint8_t* const in = payload.data + codes.offset;
+  for (size_t lo = 0; lo < out.size; lo += codes.block) {
+    const size_t n = codes.count(out.size, lo), left = out.size - lo;
+    if (codes.bits != 8 && lo % kMaxBlock == 0) {
+      unpack(codes.bits, in + lo * codes.bits / 8, left < kMaxBlock ? left : kMaxBlock, tile);
+    }
+    const float unit = *scales++;
+    const uint8_t* __restrict from = codes.bits == 8 ? in + lo : tile + lo % kMaxBlock;
+    float* __restrict to = out.data + lo;
+    for (size_t i = 0; i < n; i++) {
+      const float value = decode(from[i]) * unit;
+      to[i] = kAdd ? to[i] + value : value;
+    }
+  }
 }
 
 }  // namespace pycomm::codecs
