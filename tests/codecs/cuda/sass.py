@@ -36,8 +36,9 @@ import pycomm
 from pycomm import _C
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.base import Codec
-from pycomm.codecs.cuda.launches import Launch, decode_launches, encode_launches, recorded
+from pycomm.codecs.cuda.launches import Launch, recorded
 from pycomm.codecs.cuda.sources import include_folder, source_file
+from tests.codecs.cuda.emulated import decode_launches, encode_launches
 from tests.codecs.cuda.known import decided
 from tests.codecs.cuda.ptx import cuobjdump
 
