@@ -2,6 +2,7 @@
 // codecs and compiled once per x86 level with them.
 #pragma once
 #include <cstring>
+#include <type_traits>
 
 #include "codecs/base/bits.h"
 #include "codecs/base/block.h"
@@ -12,6 +13,13 @@
 #define PYCOMM_INLINE [[gnu::always_inline]] inline
 
 namespace pycomm::codecs {
+
+/// Calls f with a number of bits, from 1 to kMost, as a type.
+template <int kMost, typename F>
+PYCOMM_INLINE void with_bits(int bits, const F& f) {
+  if (bits == kMost) return f(std::integral_constant<int, kMost>());
+  if constexpr (kMost > 1) with_bits<kMost - 1>(bits, f);
+}
 
 PYCOMM_INLINE float max_magnitude(const float* __restrict x, size_t n) {
   uint32_t top = 0;
