@@ -80,33 +80,14 @@ PYCOMM_SIMD void shrink(float decay, size_t n, float* x) {
 
 enum Place : size_t { kResidual, kMomentum, kNewResidual };
 
-float* loaded(const Feedback& feedback, const Memory& memory, size_t n, float* to) {
-  load(feedback.storage, memory.old, {to, n});
-  return to;
+/// The memory of errors.
+Residual residual_of(const Feedback& feedback) {
+  return {feedback.error.old, feedback.error.fresh, static_cast<uint32_t>(feedback.storage),
+          feedback.kind == Kind::decay ? feedback.decay : 1.0f};
 }
 
-/// Input of the codec: p = x + residual.
-struct Past {
-  Past(const Feedback& feedback, Span<const float> in, Scratch& scratch) : x(in.data) {
-    const size_t n = in.size;
-    if (feedback.error) {
-      residual = loaded(feedback, feedback.error, n, scratch.get(kResidual, n));
-      if (feedback.kind == Kind::decay) shrink(feedback.decay, n, residual);
-    }
-    if (feedback.kind != Kind::momentum) return;
-    u = loaded(feedback, feedback.momentum, n, scratch.get(kMomentum, n));
-    advance(in.data, feedback.decay, n, u);
-    x = u;
-  }
-
-  const float* x;
-  float* residual = nullptr;
-  float* u = nullptr;
-};
-
-/// True if the codec reads and writes the memory itself.
-bool is_plain(const Feedback& feedback) {
-  return feedback.kind == Kind::residual && feedback.storage == Storage::float32;
+Residual residual_of(const float* old, float* fresh) {
+  return {reinterpret_cast<const uint8_t*>(old), reinterpret_cast<uint8_t*>(fresh)};
 }
 
 // -------------------------------------------------------------------------------- a GPU
@@ -115,24 +96,15 @@ static_assert(static_cast<uint32_t>(Storage::float32) == codecs::stored::kFloat3
               static_cast<uint32_t>(Storage::bfloat16) == codecs::stored::kBFloat16 &&
               static_cast<uint32_t>(Storage::int8) == codecs::stored::kInt8);
 
-/// The memory of errors, for codecs that load and store it.
-StoredResidual stored_residual(const Feedback& feedback) {
-  return {feedback.error.old, feedback.error.fresh, static_cast<uint32_t>(feedback.storage),
-          feedback.kind == Kind::decay ? feedback.decay : 1.0f};
-}
-
 void encode_cuda(const Codec& codec, const Feedback& feedback, EncodeArgs args) {
-  EncodeArgs own = args;
-  own.stored = stored_residual(feedback);
-  if (codec.fuses_residual()) return codec.encode(own);
   const size_t bytes = scratch_bytes(codec, feedback, args.in.size);
   Stream& stream = args.stream;
   auto* const residual = reinterpret_cast<float*>(stream.scratch.data);
-  // What the kernels load and store.
+  EncodeArgs own = args;  // what the kernels load and store
   own.in.data = residual;
   own.out = stream.scratch.sub(0, bytes);
   stream.scratch = stream.scratch.sub(bytes, stream.scratch.size - bytes);
-  args.residual = args.new_residual = residual;
+  args.residual = residual_of(residual, residual);
   const codecs::EncodeParams params = codecs::encode_params(kBlock, 0, own);
   const auto run = [&](const char* kernel) {
     codecs::launch("feedback", kernel, params, params.numel, codecs::kSmall * cuda::kRow, stream);
@@ -148,7 +120,7 @@ bool has_kernels(Kind kind) { return kind != Kind::momentum; }
 
 size_t scratch_bytes(const Codec& codec, const Feedback& feedback, size_t numel) {
   constexpr size_t kAlign = 256;
-  if (!feedback || is_plain(feedback) || codec.fuses_residual()) return 0;
+  if (!feedback || residual_of(feedback).plain() || codec.fuses_residual()) return 0;
   return (numel * sizeof(float) + kAlign - 1) / kAlign * kAlign;
 }
 
@@ -222,35 +194,37 @@ float* Scratch::get(size_t place, size_t numel) {
 
 void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args, Scratch& scratch) {
   if (!feedback) return codec.encode(args);
-  if (is_plain(feedback)) {
-    args.residual = reinterpret_cast<const float*>(feedback.error.old);
-    args.new_residual = reinterpret_cast<float*>(feedback.error.fresh);
-    return codec.encode(args);
-  }
-  if (args.stream.device == Device::cuda) {
+  const bool momentum = feedback.kind == Kind::momentum;
+  const bool on_gpu = args.stream.device == Device::cuda;
+  args.residual = residual_of(feedback);
+  const bool takes = on_gpu ? codec.fuses_residual() : codec.loads_residual();
+  if (!momentum && (takes || args.residual.plain())) return codec.encode(args);
+  if (on_gpu) {
     if (!has_kernels(feedback.kind))
       throw Error("feedback: momentum has no kernels on a GPU; exchange payloads instead");
     return encode_cuda(codec, feedback, args);
   }
-  if (feedback.kind != Kind::momentum && codec.loads_residual()) {
-    args.stored = stored_residual(feedback);
-    return codec.encode(args);
-  }
   const size_t n = args.in.size;
-  const Past past(feedback, args.in, scratch);
-  float* const new_residual = scratch.get(kNewResidual, n);
-  args.in.data = past.x;
+  float *residual = nullptr, *fresh = nullptr, *u = nullptr;
   if (feedback.error) {
-    args.residual = past.residual;
-    args.new_residual = new_residual;
+    residual = scratch.get(kResidual, n);
+    fresh = scratch.get(kNewResidual, n);
+    load(feedback.storage, feedback.error.old, {residual, n});
+    if (feedback.kind == Kind::decay) shrink(feedback.decay, n, residual);
+  }
+  args.residual = residual_of(residual, fresh);
+  if (momentum) {
+    u = scratch.get(kMomentum, n);
+    load(feedback.storage, feedback.momentum.old, {u, n});
+    advance(args.in.data, feedback.decay, n, u);
+    args.in.data = u;
   }
   codec.encode(args);
-
-  if (feedback.kind == Kind::momentum) {
-    if (feedback.error) mask(past.x, past.residual, new_residual, n, past.u);
-    store(feedback.storage, {past.u, n}, feedback.momentum.fresh);
+  if (momentum) {
+    if (residual) mask(u, residual, fresh, n, u);
+    store(feedback.storage, {u, n}, feedback.momentum.fresh);
   }
-  if (feedback.error) store(feedback.storage, {new_residual, n}, feedback.error.fresh);
+  if (residual) store(feedback.storage, {fresh, n}, feedback.error.fresh);
 }
 
 }  // namespace pycomm::feedback

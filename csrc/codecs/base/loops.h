@@ -47,45 +47,43 @@ PYCOMM_INLINE float add_max_magnitude(const float* __restrict x, const float* __
 /// faster.
 PYCOMM_INLINE void prefetch_block(const EncodeArgs& args, size_t lo, size_t block) {
   if (args.in.size - lo < 4 * block) return;
+  const float* const residual = args.residual.floats();
   for (size_t i = lo + 3 * block; i < lo + 4 * block; i += 16) {
     __builtin_prefetch(args.in.data + i);
-    if (args.residual) __builtin_prefetch(args.residual + i);
+    if (residual) __builtin_prefetch(residual + i);
   }
 }
 
 /// Residuals of one block at a time, of kMost values and less: where they are, or in buffers if
-/// they are stored otherwise.
+/// they are not plain.
 template <uint32_t kMost = kMaxBlock>
 class BlockResiduals {
  public:
-  PYCOMM_INLINE explicit BlockResiduals(const EncodeArgs& args) : args_(args) {}
+  PYCOMM_INLINE explicit BlockResiduals(const EncodeArgs& args)
+      : residual_(args.residual), storage_(static_cast<feedback::Storage>(residual_.form)) {}
 
   /// Returns those of `n` values from value lo on.
   PYCOMM_INLINE const float* load(size_t lo, size_t n) {
-    const StoredResidual& stored = args_.stored;
-    if (!stored.old) return args_.residual + lo;
-    feedback::load(storage(), stored.old + feedback::stored_bytes(storage(), lo), {old_, n});
-    if (stored.decay != 1.0f) {
-      for (size_t i = 0; i < n; i++) old_[i] = stored.decay * old_[i];
+    if (residual_.plain()) return residual_.floats() + lo;
+    feedback::load(storage_, residual_.old + feedback::stored_bytes(storage_, lo), {old_, n});
+    if (residual_.decay != 1.0f) {
+      for (size_t i = 0; i < n; i++) old_[i] = residual_.decay * old_[i];
     }
     return old_;
   }
   /// Returns where the new ones of these values are written before store().
   PYCOMM_INLINE float* fresh(size_t lo) {
-    return args_.stored.old ? fresh_ : args_.new_residual + lo;
+    return residual_.plain() ? residual_.fresh_floats() + lo : fresh_;
   }
   PYCOMM_INLINE void store(size_t lo, size_t n) {
-    if (!args_.stored.old) return;
-    uint8_t* const to = args_.stored.fresh + feedback::stored_bytes(storage(), lo);
-    feedback::store(storage(), {fresh_, n}, to);
+    if (residual_.plain()) return;
+    uint8_t* const to = residual_.fresh + feedback::stored_bytes(storage_, lo);
+    feedback::store(storage_, {fresh_, n}, to);
   }
 
  private:
-  PYCOMM_INLINE feedback::Storage storage() const {
-    return static_cast<feedback::Storage>(args_.stored.form);
-  }
-
-  const EncodeArgs& args_;
+  const Residual residual_;
+  const feedback::Storage storage_;
   alignas(64) float old_[kMost];
   alignas(64) float fresh_[kMost];
 };

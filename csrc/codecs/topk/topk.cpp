@@ -77,9 +77,10 @@ class TopK final : public Codec {
     Selector selector(void_bits(format_.values));
     uint8_t* to = args.out.data;
     for_each_record(args.in.size, [&](const Record& record, size_t first) {
-      const bool feedback = args.residual != nullptr;
-      const Source from{args.in.data + first, feedback ? args.residual + first : nullptr, record.n};
-      encode_record(record, selector, from, feedback ? args.new_residual + first : nullptr, to);
+      const float* const residual = args.residual.floats();
+      const Source from{args.in.data + first, residual ? residual + first : nullptr, record.n};
+      float* const fresh = residual ? args.residual.fresh_floats() + first : nullptr;
+      encode_record(record, selector, from, fresh, to);
       to += record.bytes;
     });
   }
@@ -93,7 +94,7 @@ class TopK final : public Codec {
   }
 
   void encode_cuda(const EncodeArgs& args) const override {
-    const bool feedback = args.residual != nullptr;
+    const bool feedback = args.has_residual();
     const Launcher to(format_, staged_params<TopkParams>(args), feedback, args.stream);
     const size_t numel = args.in.size;
     if (format_.chunks()) return to.flagged("encode_chunks", numel, kChunk / cuda::kWarps);
