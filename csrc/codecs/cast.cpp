@@ -101,8 +101,7 @@ class Cast final : public Codec {
     return format_.block == 0 ? text : text + ",block=" + std::to_string(format_.block);
   }
   int wire_version() const override { return kWireVersion; }
-  bool fuses_residual() const override { return true; }
-  bool loads_residual() const override { return true; }
+  bool takes_stored(Device) const override { return true; }
   bool fuses_sum() const override { return true; }
   size_t granule() const override {
     return format_.block == 0 ? 4 / code_bytes(format_.kind) : format_.block;

@@ -213,8 +213,7 @@ class Eden final : public Codec {
            ",scale=" + (format_.mmse ? "mmse" : "unbiased");
   }
   int wire_version() const override { return kWireVersion; }
-  bool fuses_residual() const override { return true; }
-  bool loads_residual() const override { return true; }
+  bool takes_stored(Device) const override { return true; }
   size_t granule() const override { return size_t{1} << format_.size_bits; }
   size_t encoded_bytes(size_t numel) const override { return eden::encoded_bytes(format_, numel); }
 

@@ -209,7 +209,7 @@ class Lossless final : public Codec {
     return wide_ ? "lossless:dtype=float32" : "lossless:dtype=bfloat16";
   }
   int wire_version() const override { return kWireVersion; }
-  bool loads_residual() const override { return true; }
+  bool takes_stored(Device device) const override { return device == Device::cpu; }
   size_t granule() const override { return kBlock; }
   bool variable() const override { return true; }
   size_t encoded_bytes(size_t numel) const override {

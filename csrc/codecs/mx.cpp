@@ -215,8 +215,7 @@ class Mx final : public Codec {
                                         : ",scale=floor");
   }
   int wire_version() const override { return kWireVersion; }
-  bool fuses_residual() const override { return true; }
-  bool loads_residual() const override { return true; }
+  bool takes_stored(Device) const override { return true; }
   bool fuses_sum() const override { return true; }
   size_t granule() const override { return format_.kind == Kind::nvfp4 ? kSuperBlock : kBlock; }
   size_t encoded_bytes(size_t numel) const override {

@@ -56,8 +56,7 @@ class Quant final : public Codec {
            ",rounding=" + kRoundings[format_.random ? 1 : 0];
   }
   int wire_version() const override { return kWireVersion; }
-  bool fuses_residual() const override { return true; }
-  bool loads_residual() const override { return true; }
+  bool takes_stored(Device) const override { return true; }
   bool fuses_sum() const override { return true; }
   size_t granule() const override { return format_.block; }
   size_t encoded_bytes(size_t numel) const override { return quant::encoded_bytes(format_, numel); }

@@ -88,10 +88,11 @@ class PYCOMM_API Codec {
     return 0;
   }
 
-  /// True if the kernel that encodes on cuda reads and writes residuals that are not plain.
-  virtual bool fuses_residual() const { return false; }
-  /// True if encode() on the CPU does so.
-  virtual bool loads_residual() const { return false; }
+  /// True if encode() reads and writes residuals that are not plain, on cuda in its one kernel.
+  virtual bool takes_stored(Device device) const {
+    (void)device;
+    return false;
+  }
   /// True if the kernel also sums contributions.
   virtual bool fuses_sum() const { return false; }
 

@@ -120,7 +120,7 @@ bool has_kernels(Kind kind) { return kind != Kind::momentum; }
 
 size_t scratch_bytes(const Codec& codec, const Feedback& feedback, size_t numel) {
   constexpr size_t kAlign = 256;
-  if (!feedback || residual_of(feedback).plain() || codec.fuses_residual()) return 0;
+  if (!feedback || residual_of(feedback).plain() || codec.takes_stored(Device::cuda)) return 0;
   return (numel * sizeof(float) + kAlign - 1) / kAlign * kAlign;
 }
 
@@ -197,8 +197,9 @@ void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args, Scrat
   const bool momentum = feedback.kind == Kind::momentum;
   const bool on_gpu = args.stream.device == Device::cuda;
   args.residual = residual_of(feedback);
-  const bool takes = on_gpu ? codec.fuses_residual() : codec.loads_residual();
-  if (!momentum && (takes || args.residual.plain())) return codec.encode(args);
+  if (!momentum && (args.residual.plain() || codec.takes_stored(args.stream.device))) {
+    return codec.encode(args);
+  }
   if (on_gpu) {
     if (!has_kernels(feedback.kind))
       throw Error("feedback: momentum has no kernels on a GPU; exchange payloads instead");

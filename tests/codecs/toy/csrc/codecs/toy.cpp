@@ -12,7 +12,7 @@ class Toy final : public Codec {
  public:
   std::string_view name() const override { return "toy"; }
   std::string spec() const override { return "toy"; }
-  bool fuses_residual() const override { return true; }
+  bool takes_stored(Device device) const override { return device == Device::cuda; }
   int wire_version() const override { return 1; }
   size_t granule() const override { return 2; }
   size_t encoded_bytes(size_t numel) const override { return toy::encoded_bytes(numel); }
