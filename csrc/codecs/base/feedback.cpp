@@ -23,43 +23,22 @@ PYCOMM_SIMD void store_bfloat16(const float* __restrict in, size_t n, uint16_t* 
   for (size_t i = 0; i < n; i++) out[i] = static_cast<uint16_t>(BFloat16::encode_saturating(in[i]));
 }
 
-/// Decodes a block of the form int8.
-PYCOMM_INLINE void load_block(const uint8_t* __restrict in, float* __restrict out) {
-  float scale;
-  std::memcpy(&scale, in, sizeof scale);
-  const auto* const codes = reinterpret_cast<const int8_t*>(in + sizeof scale);
-  for (size_t i = 0; i < kBlock; i++) out[i] = codecs::stored::value_of(codes[i], scale);
-}
-
-PYCOMM_INLINE void store_block(const float* __restrict in, uint8_t* __restrict out) {
-  const float amax = codecs::max_magnitude(in, kBlock);
-  const float scale = codecs::stored::scale_of(amax);
-  const float inv = codecs::inv_scale(amax, codecs::stored::kTop);
-  std::memcpy(out, &scale, sizeof scale);
-  auto* const codes = reinterpret_cast<int8_t*>(out + sizeof scale);
-  if (!codecs::used(amax)) {
-    std::memset(codes, 0, kBlock);
-    return;
-  }
-  for (size_t i = 0; i < kBlock; i++) codes[i] = codecs::stored::code_of(in[i], inv);
-}
-
 // Not as many values as are left in one loop, which would take its iterations one by one.
 
 PYCOMM_SIMD void load_int8(const uint8_t* __restrict in, size_t n, float* __restrict out) {
-  for (; n >= kBlock; n -= kBlock, in += kBlockBytes, out += kBlock) load_block(in, out);
+  for (; n >= kBlock; n -= kBlock, in += kBlockBytes, out += kBlock) codecs::load_block(in, out);
   if (n == 0) return;
   float last[kBlock];
-  load_block(in, last);
+  codecs::load_block(in, last);
   std::memcpy(out, last, n * sizeof(float));
 }
 
 PYCOMM_SIMD void store_int8(const float* __restrict in, size_t n, uint8_t* __restrict out) {
-  for (; n >= kBlock; n -= kBlock, in += kBlock, out += kBlockBytes) store_block(in, out);
+  for (; n >= kBlock; n -= kBlock, in += kBlock, out += kBlockBytes) codecs::store_block(in, out);
   if (n == 0) return;
   float last[kBlock] = {};
   std::memcpy(last, in, n * sizeof(float));
-  store_block(last, out);
+  codecs::store_block(last, out);
 }
 
 // -------------------------------------------------------------------------------- rules
