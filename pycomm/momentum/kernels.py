@@ -41,7 +41,7 @@ class Kernels:
                 f"coded optimizers have kernels for CUDA devices, and none for {device.type}: "
                 "move the model to the CPU, or compress gradients with pycomm.compress"
             )
-        return Kernels(device, way.launch)
+        return Kernels(device, getattr(way, "launch", None))
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         """Call C++, which works on the host, or queues on torch's current stream."""
