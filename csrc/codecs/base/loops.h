@@ -168,7 +168,7 @@ PYCOMM_INLINE void encode_blocks(const EncodeArgs& args, const BlockCodes& codes
       std::memset(to, 0, n);
       // The residual of a tiny block is all of p; a block that is not finite keeps its old
       // residual.
-      if (kFeedback) std::memmove(new_residual, s.unit == 0.0f ? p : residual, n * 4);
+      if constexpr (kFeedback) std::memmove(new_residual, s.unit == 0.0f ? p : residual, n * 4);
     }
     if (kFeedback) residuals.store(lo, n);
     if (codes.bits == 8 || (end % kMaxBlock != 0 && end != numel)) continue;
