@@ -52,9 +52,9 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
 template <typename T, bool kAdd>
 PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<float> out) {
   if constexpr (T::kTop != 0.0f) {
-    return decode_blocks<kAdd>(
-        payload, out, {f.block, 8, codes_offset(f, out.size)},
-        [](uint8_t code) __attribute__((always_inline)) { return T::decode(code); });
+    return decode_blocks<kAdd>(payload, out, {f.block, 8, codes_offset(f, out.size)},
+                               [](uint8_t code)
+                                   __attribute__((always_inline)) { return T::decode(code); });
   }
   const auto* __restrict codes = reinterpret_cast<const typename T::Code*>(payload.data);
   float* __restrict to = out.data;

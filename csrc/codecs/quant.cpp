@@ -32,9 +32,10 @@ PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
 template <bool kAdd>
 PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<float> out) {
   const int sign = 1 << (f.bits - 1);
-  decode_blocks<kAdd>(
-      payload, out, codes_of(f, out.size),
-      [sign](uint8_t code) __attribute__((always_inline)) { return static_cast<float>((code ^ sign) - sign); });
+  decode_blocks<kAdd>(payload, out, codes_of(f, out.size),
+                      [sign](uint8_t code) __attribute__((always_inline)) {
+                        return static_cast<float>((code ^ sign) - sign);
+                      });
 }
 
 // ---------------------------------------------------- launches in CUDA (quant.cu)

@@ -34,9 +34,7 @@ def split(p: torch.Tensor, block: int) -> torch.Tensor:
     return rows.view(-1, block)
 
 
-def scales_of(
-    amax: torch.Tensor, top: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def scales_of(amax: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return (scale, inverse scale, used) of blocks whose largest magnitude is ``amax``.
 
     Blocks that are not used have zero codes only.

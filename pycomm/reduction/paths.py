@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm import backend
-from pycomm.codecs import CODECS, convert
+from pycomm.codecs import CODECS
 from pycomm.codecs.implementations import Native, select
 from pycomm.env import env
 from pycomm.log import ignore, logger

@@ -67,7 +67,8 @@ PYCOMM_AVX2 inline Lanes multiply(Lanes c, uint64_t factor) {
 PYCOMM_AVX2 void random_block_avx2(const RandomKey& key, uint64_t index, size_t n,
                                    uint32_t* __restrict words) {
   constexpr uint64_t kLower = 0xffffffff;
-  // Even lanes hold the first two groups, odd ones the others, in the order in which they are stored.
+  // Even lanes hold the first two groups, odd ones the others, in the order in which they are
+  // stored.
   constexpr Lanes kOrder = {0, 2, 1, 3};
   Lanes keys[kPhiloxRounds][2];
   auto key0 = static_cast<uint32_t>(key.seed);

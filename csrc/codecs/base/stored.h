@@ -1,4 +1,5 @@
-// Stored forms of residuals (docs/feedback.md): what decides a bit. Compiled by gcc, nvcc and NVRTC.
+// Stored forms of residuals (docs/feedback.md): what decides a bit. Compiled by gcc, nvcc and
+// NVRTC.
 #pragma once
 #include "codecs/base/block.h"
 #include "core/floats.h"

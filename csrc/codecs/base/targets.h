@@ -1,5 +1,5 @@
-// AVX2 by name, for the few loops that the compiler does not vectorise well: functions with it can be
-// compiled if this file defines PYCOMM_AVX2, and may run if has_avx2() returns true.
+// AVX2 by name, for the few loops that the compiler does not vectorise well: functions with it can
+// be compiled if this file defines PYCOMM_AVX2, and may run if has_avx2() returns true.
 #pragma once
 #include <string_view>
 

@@ -83,7 +83,10 @@ PLUS_OR_MINUS_1 = "selp.f32 \t%f5, 0fBF800000, 0f3F800000, %p1;"
         ),
         ((PLUS_OR_MINUS_1, ".entry other(", "fma.rn.f32 %f1, %f5, %f2, %f3;"), ["fma.rn.f32"]),
         # Of a Triton kernel that divides by /, and of one with tl.exp.
-        (("div.full.f32 %r1, %r2, %r3;", "ex2.approx.f32 %r1, %r2;"), ["div.full.f32", "ex2.approx.f32"]),
+        (
+            ("div.full.f32 %r1, %r2, %r3;", "ex2.approx.f32 %r1, %r2;"),
+            ["div.full.f32", "ex2.approx.f32"],
+        ),
     ],
 )
 def test_inexact_instructions_are_found_and_fused_additions_pass(lines, found):
