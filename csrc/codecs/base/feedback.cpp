@@ -5,7 +5,7 @@
 
 #include <cstring>
 
-#include "codecs/base/block_launch.h"
+#include "codecs/base/launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/stored.h"
 #include "core/error.h"
@@ -75,22 +75,30 @@ static_assert(static_cast<uint32_t>(Storage::float32) == codecs::stored::kFloat3
               static_cast<uint32_t>(Storage::bfloat16) == codecs::stored::kBFloat16 &&
               static_cast<uint32_t>(Storage::int8) == codecs::stored::kInt8);
 
+template <typename Params>
+void launch(const char* kernel, Storage storage, const Params& params, Stream stream) {
+  constexpr const char* kForms[] = {"stored::Float32", "stored::BFloat16", "stored::Int8"};
+  const std::string form = kForms[static_cast<int>(storage)];
+  codecs::launch("feedback", codecs::kernel_name(kernel, form), params, params.numel,
+                 codecs::stored::kRows * cuda::kRow, stream);
+}
+
 void encode_cuda(const Codec& codec, const Feedback& feedback, EncodeArgs args) {
   const size_t bytes = scratch_bytes(codec, feedback, args.in.size);
+  const uint8_t* const old = args.residual.old;
+  uint8_t* const fresh = args.residual.fresh;
+  const float decay = args.residual.decay;
+  const bool decays = decay != 1.0f;
   Stream& stream = args.stream;
   auto* const residual = reinterpret_cast<float*>(stream.scratch.data);
-  EncodeArgs own = args;  // what the kernels load and store
-  own.in.data = residual;
-  own.out = stream.scratch.sub(0, bytes);
   stream.scratch = stream.scratch.sub(bytes, stream.scratch.size - bytes);
+  launch("stored::load_kernel", feedback.storage,
+         codecs::stored::LoadParams{{}, old, fresh, residual, args.in.size, decay, decays}, stream);
   args.residual = residual_of(residual, residual);
-  const codecs::EncodeParams params = codecs::encode_params(kBlock, 0, own);
-  const auto run = [&](const char* kernel) {
-    codecs::launch("feedback", kernel, params, params.numel, codecs::kSmall * cuda::kRow, stream);
-  };
-  run("stored::load_kernel");
   codec.encode(args);
-  run("stored::store_kernel");
+  launch("stored::store_kernel", feedback.storage,
+         codecs::stored::StoreParams{{}, residual, fresh, const_cast<uint8_t*>(old), args.in.size},
+         stream);
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
-// Stored forms of residuals (docs/feedback.md): what decides a bit. Compiled by gcc, nvcc and
-// NVRTC.
+// Stored forms of residuals (docs/feedback.md): what decides a bit, and the arguments of the
+// kernels that load and store them. Compiled by gcc, nvcc and NVRTC.
 #pragma once
+#include "codecs/base/batch.h"
 #include "codecs/base/block.h"
 #include "core/floats.h"
 
@@ -22,12 +23,46 @@ PYCOMM_HD float value_of(int8_t code, float scale) { return static_cast<float>(c
 /// later step overflow.
 PYCOMM_HD float scale_of(float amax) { return used(amax) ? amax / kTop : 0.0f; }
 
+// The forms; those of single values say how.
+
+struct Float32 {
+  static constexpr bool kBlocks = false;
+  using Code = float;
+  PYCOMM_HD static float decode(Code code) { return code; }
+  PYCOMM_HD static Code encode(float x) { return x; }
+};
 struct BFloat16 {
+  static constexpr bool kBlocks = false;
   using Code = uint16_t;
   PYCOMM_HD static float decode(Code code) { return pycomm::BFloat16::decode(code); }
   PYCOMM_HD static Code encode(float x) {
     return static_cast<Code>(pycomm::BFloat16::encode_saturating(x));
   }
+};
+
+struct Int8 {
+  static constexpr bool kBlocks = true;
+  using Code = uint32_t;  ///< of four values
+};
+
+constexpr int kRows = 4;  ///< of a warp's tile
+
+struct LoadParams {
+  Blocks blocks;
+  const uint8_t* stored;
+  const uint8_t* other_side;  ///< in place of `stored`, if the batch says so
+  float* out;
+  uint64_t numel;
+  float decay;  ///< the values are multiplied by this if `decays`
+  uint32_t decays;
+};
+
+struct StoreParams {
+  Blocks blocks;
+  const float* in;
+  uint8_t* stored;
+  uint8_t* other_side;
+  uint64_t numel;
 };
 
 }  // namespace pycomm::codecs::stored

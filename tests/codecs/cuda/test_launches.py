@@ -135,7 +135,11 @@ FED = [
     *("eden2", "eden:bits=2,size=128", "eden:bits=4,size=2048,scale=mmse"),
 ]
 SIZES = [1, 31, 33, 4096, 5003]
-KERNELS = ["stored::load_kernel", "stored::store_kernel"]
+KERNELS = [
+    f"stored::{way}_kernel<stored::{form}>"
+    for way in ("load", "store")
+    for form in ("Float32", "BFloat16", "Int8")
+]
 
 
 def values(numel: int, seed: int) -> torch.Tensor:
