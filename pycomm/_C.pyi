@@ -92,9 +92,6 @@ class FeedbackStorage:
     int8: ClassVar[FeedbackStorage]
     __members__: ClassVar[dict[str, FeedbackStorage]]
 
-class FeedbackScratch:
-    def __init__(self) -> None: ...
-
 class Codec:
     def __init__(self, spec: str) -> None: ...
     @property
@@ -117,29 +114,17 @@ class Codec:
         numel: int,
         out: int,
         *,
-        residual: int = 0,
-        new_residual: int = 0,
+        error: tuple[int, int] = (0, 0),
+        momentum: tuple[int, int] = (0, 0),
+        kind: FeedbackKind = ...,
+        storage: FeedbackStorage = ...,
+        decay: float = 0.0,
         seed: int = 0,
         step: int = 0,
         tensor: int = 0,
         index: int = 0,
         stream: int | None = None,
         scratch: int = 0,
-    ) -> None: ...
-    def encode_fed(
-        self,
-        x: int,
-        numel: int,
-        out: int,
-        *,
-        kind: FeedbackKind,
-        storage: FeedbackStorage,
-        decay: float,
-        error: tuple[int, int],
-        momentum: tuple[int, int],
-        scratch: FeedbackScratch,
-        stream: int | None = None,
-        room: tuple[int, int] = (0, 0),
     ) -> None: ...
     def decode(
         self, payload: int, out: int, numel: int, *, stream: int | None = None, scratch: int = 0

@@ -19,6 +19,14 @@ def launch(kernel: Any, programs: int, *args: Any, **constants: Any) -> None:
         kernel[(programs,)](*args, **constants, **OPTIONS)
 
 
+def sections(
+    codec: Any, payload: torch.Tensor, numel: int, dtype: torch.dtype = torch.uint8
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales of blocks, and the codes in words of a dtype."""
+    start = 4 * -(-numel // codec.block)
+    return payload[:start].view(torch.float32), payload[start:].view(dtype)
+
+
 def as_int32(word: int) -> int:
     """Return the int32 with the bits of an unsigned word, so that kernels have one signature."""
     return word - (1 << 32) if word >> 31 else word

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pycomm.triton_kernels._launch import launch
+from pycomm.triton_kernels._launch import launch, sections
 from pycomm.triton_kernels._math import (
     INF_BITS,
     NAN_BITS,
@@ -119,18 +119,13 @@ def decode_block_kernel(
 # -------------------------------------------------------------- launchers
 
 
-def _sections(codec: Any, payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    start = 4 * triton.cdiv(numel, codec.block)
-    return payload[:start].view(torch.float32), payload[start:]
-
-
 def encode(codec: Any, args: Any) -> None:
     """Write the payload and, if there is one, the new residual: pycomm.codecs.base.EncodeArgs."""
     numel = args.x.numel()
     feedback = args.residual is not None
     if codec.dtype in FLOAT8:
         exponent, mantissa, top = FLOAT8[codec.dtype]
-        scale, codes = _sections(codec, args.out, numel)
+        scale, codes = sections(codec, args.out, numel)
         launch(
             encode_block_kernel,
             triton.cdiv(numel, TILE),
@@ -162,7 +157,7 @@ def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -
         launch(
             decode_block_kernel,
             triton.cdiv(numel, TILE),
-            *(*_sections(codec, payload, numel), out, numel),
+            *(*sections(codec, payload, numel), out, numel),
             EXPONENT=exponent,
             MANTISSA=mantissa,
             BLOCK=codec.block,

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pycomm.triton_kernels._launch import as_int32, launch
+from pycomm.triton_kernels._launch import as_int32, launch, sections
 from pycomm.triton_kernels._math import (
     add_or_not,
     bits_float,
@@ -113,15 +113,10 @@ def decode_kernel(
 # -------------------------------------------------------------- launchers
 
 
-def _sections(codec: Any, payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    start = codec.scale_bytes(numel)
-    return payload[:start].view(torch.float32), payload[start:]
-
-
 def encode(codec: Any, args: Any) -> None:
     """Write the payload and, if there is one, the new residual: pycomm.codecs.base.EncodeArgs."""
     numel = args.x.numel()
-    scale, codes = _sections(codec, args.out, numel)
+    scale, codes = sections(codec, args.out, numel)
     rows = TILE // codec.block
     key, group = args.key, args.index // 4
     launch(
@@ -143,7 +138,7 @@ def encode(codec: Any, args: Any) -> None:
 def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
     """Store the decoded payload in ``out``, or add it to ``out``."""
     numel = out.numel()
-    scale, codes = _sections(codec, payload, numel)
+    scale, codes = sections(codec, payload, numel)
     launch(
         decode_kernel,
         triton.cdiv(numel, TILE),

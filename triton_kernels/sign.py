@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pycomm.triton_kernels._launch import launch
+from pycomm.triton_kernels._launch import launch, sections
 from pycomm.triton_kernels._math import (
     add_or_not,
     bits_float,
@@ -66,15 +66,10 @@ def decode_kernel(
 # -------------------------------------------------------------- launchers
 
 
-def _sections(codec: Any, payload: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-    start = 4 * triton.cdiv(numel, codec.block)
-    return payload[:start].view(torch.float32), payload[start:].view(torch.int32)
-
-
 def encode(codec: Any, args: Any) -> None:
     """Write the payload and, if there is one, the new residual: pycomm.codecs.base.EncodeArgs."""
     numel = args.x.numel()
-    scale, codes = _sections(codec, args.out, numel)
+    scale, codes = sections(codec, args.out, numel, torch.int32)
     tile = max(WARP, codec.block)
     launch(
         encode_kernel,
@@ -93,7 +88,7 @@ def decode(codec: Any, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -
     launch(
         decode_kernel,
         triton.cdiv(numel, TILE),
-        *(*_sections(codec, payload, numel), out, numel),
+        *(*sections(codec, payload, numel, torch.int32), out, numel),
         BLOCK=codec.block,
         SIZE=TILE,
         ADD=add,

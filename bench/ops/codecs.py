@@ -70,7 +70,7 @@ class Calls:
         source, out, residual, code = (
             array.ctypes.data for array in (x, self.decoded, self.residual, self.payload)
         )
-        feedback = {"residual": residual, "new_residual": residual}
+        feedback = {"error": (residual, residual)}
         self.runs: dict[str, Run] = {
             "copy": lambda: np.copyto(self.target, self.x),
             "encode": lambda: codec.encode(source, numel, code),

@@ -11,35 +11,12 @@ namespace {
 constexpr const char* kNames[] = {"float32", "float16", "bfloat16", "float8_e4m3", "float8_e5m2"};
 constexpr uint32_t kDefaultBlock = 256;
 
-/// Scales and codes of the types with blocks, for encode_blocks.
-template <typename T>
-struct Writer {
-  float* scales;
-  uint8_t* codes;
-
-  PYCOMM_INLINE Scale scale(size_t block, float amax) const {
-    const Scale s = symmetric_scale(amax, T::kTop);
-    scales[block] = s.unit;
-    return s;
-  }
-  template <bool kFeedback>
-  PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, Scale s,
-                           float* __restrict new_residual) const {
-    uint8_t* __restrict to = codes + lo;
-    for (size_t i = 0; i < n; i++) {
-      const Rounded rounded = T::round(p[i] * s.inv);
-      to[i] = static_cast<uint8_t>(rounded.code);
-      if (kFeedback) new_residual[i] = p[i] - rounded.value * s.unit;
-    }
-  }
-  PYCOMM_INLINE void zero(size_t lo, size_t n) const { std::memset(codes + lo, 0, n); }
-};
-
-template <typename T>
+template <typename T, bool kFeedback>
 PYCOMM_INLINE void encode_values(const EncodeArgs& args) {
   const float* __restrict x = args.in.data;
   auto* __restrict codes = reinterpret_cast<typename T::Code*>(args.out.data);
-  if (!args.has_residual()) {
+  zero_padding(args.out, args.in.size * sizeof *codes);
+  if (!kFeedback) {
     for (size_t i = 0; i < args.in.size; i++) codes[i] = T::encode(x[i]);
     return;
   }
@@ -61,38 +38,29 @@ PYCOMM_INLINE void encode_values(const EncodeArgs& args) {
   }
 }
 
-template <typename T>
+template <typename T, bool kFeedback>
 PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
   if constexpr (T::kTop == 0.0f) {
-    encode_values<T>(args);
+    encode_values<T, kFeedback>(args);
   } else {
-    encode_blocks(args, f.block,
-                  Writer<T>{reinterpret_cast<float*>(args.out.data),
-                            args.out.data + codes_offset(f, args.in.size)});
-  }
-}
-
-template <typename T, bool kAdd>
-PYCOMM_INLINE void decode_values(const typename T::Code* __restrict codes, size_t n, float s,
-                                 float* __restrict out) {
-  for (size_t i = 0; i < n; i++) {
-    const float value = T::kTop == 0.0f ? T::decode(codes[i]) : T::decode(codes[i]) * s;
-    out[i] = kAdd ? out[i] + value : value;
+    encode_blocks<kFeedback>(
+        args, {f.block, 8, codes_offset(f, args.in.size)}, T::kTop, [](size_t, size_t) {},
+        [](size_t, float v) __attribute__((always_inline)) { return T::round(v); });
   }
 }
 
 template <typename T, bool kAdd>
 PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<float> out) {
-  using Code = typename T::Code;
-  const auto* codes = reinterpret_cast<const Code*>(payload.data + codes_offset(f, out.size));
-  if constexpr (T::kTop == 0.0f) {
-    decode_values<T, kAdd>(codes, out.size, 1.0f, out.data);
-  } else {
-    const auto* scales = reinterpret_cast<const float*>(payload.data);
-    for (size_t lo = 0; lo < out.size; lo += f.block) {
-      const size_t n = out.size - lo < f.block ? out.size - lo : f.block;
-      decode_values<T, kAdd>(codes + lo, n, *scales++, out.data + lo);
-    }
+  if constexpr (T::kTop != 0.0f) {
+    return decode_blocks<kAdd>(payload, out, {f.block, 8, codes_offset(f, out.size)},
+                               [](uint8_t code)
+                                   __attribute__((always_inline)) { return T::decode(code); });
+  }
+  const auto* __restrict codes = reinterpret_cast<const typename T::Code*>(payload.data);
+  float* __restrict to = out.data;
+  for (size_t i = 0; i < out.size; i++) {
+    const float value = T::decode(codes[i]);
+    to[i] = kAdd ? to[i] + value : value;
   }
 }
 
@@ -133,8 +101,7 @@ class Cast final : public Codec {
     return format_.block == 0 ? text : text + ",block=" + std::to_string(format_.block);
   }
   int wire_version() const override { return kWireVersion; }
-  bool fuses_residual() const override { return true; }
-  bool loads_residual() const override { return true; }
+  bool takes_stored(Device) const override { return true; }
   bool fuses_sum() const override { return true; }
   size_t granule() const override {
     return format_.block == 0 ? 4 / code_bytes(format_.kind) : format_.block;
@@ -143,9 +110,10 @@ class Cast final : public Codec {
 
  private:
   void encode_cpu(const EncodeArgs& args) const override {
-    with_type(format_.kind, [&](auto type) { encode_all<decltype(type)>(format_, args); });
-    const size_t numel = args.in.size;
-    zero_padding(args.out, codes_offset(format_, numel) + numel * code_bytes(format_.kind));
+    with_type(format_.kind, [&](auto type) {
+      using Type = decltype(type);
+      (args.has_residual() ? encode_all<Type, true> : encode_all<Type, false>)(format_, args);
+    });
   }
   void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool add) const override {
     with_type(format_.kind, [&](auto type) {

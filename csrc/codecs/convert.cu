@@ -18,8 +18,7 @@ __global__ void __launch_bounds__(cuda::kThreads) convert_kernel(const Batch<Par
 
   cuda::Vector<typename From::Code> code[kRows];
   tile.load(in, code);
-  const float by = args.by_at ? *args.by_at : args.by;
-  const float clip = args.clip_at ? *args.clip_at : args.clip;
+  const float by = args.by.get(), clip = args.clip.get();
   cuda::Vector<typename To::Code> result[kRows];
   bool fine = true;
 #pragma unroll

@@ -13,6 +13,8 @@ namespace pycomm {
 struct Factor {
   const float* at = nullptr;  ///< null: the number is `value`
   float value = 1.0f;
+
+  PYCOMM_HD float get() const { return at ? *at : value; }
 };
 
 struct ConvertArgs {
@@ -40,11 +42,8 @@ struct Params {
   const void* in;
   void* out;
   uint64_t numel;
-  const float* by_at;
-  const float* clip_at;
+  Factor by, clip;
   float* found_inf;
-  float by;
-  float clip;
   float divisor;
 };
 

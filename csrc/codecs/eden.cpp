@@ -3,7 +3,6 @@
 
 #include <cmath>
 #include <cstring>
-#include <type_traits>
 
 #include "codecs/base/bits.h"
 #include "codecs/base/block_launch.h"
@@ -196,21 +195,6 @@ PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<f
   }
 }
 
-/// Calls f with the bits of a format, as a type.
-template <typename F>
-void with_bits(const Format& format, F&& f) {
-  switch (format.bits) {
-    case 1:
-      return f(std::integral_constant<int, 1>{});
-    case 2:
-      return f(std::integral_constant<int, 2>{});
-    case 3:
-      return f(std::integral_constant<int, 3>{});
-    case 4:
-      return f(std::integral_constant<int, 4>{});
-  }
-}
-
 // ---------------------------------------------------- launches in CUDA (eden.cu)
 
 /// Returns the bits of a size that has kernels of its own, else 0.
@@ -229,18 +213,17 @@ class Eden final : public Codec {
            ",scale=" + (format_.mmse ? "mmse" : "unbiased");
   }
   int wire_version() const override { return kWireVersion; }
-  bool fuses_residual() const override { return true; }
-  bool loads_residual() const override { return true; }
+  bool takes_stored(Device) const override { return true; }
   size_t granule() const override { return size_t{1} << format_.size_bits; }
   size_t encoded_bytes(size_t numel) const override { return eden::encoded_bytes(format_, numel); }
 
  private:
   void encode_cpu(const EncodeArgs& args) const override {
-    with_bits(format_, [&](auto bits) { encode_all<bits>(format_, args); });
+    with_bits<4>(format_.bits, [&](auto bits) { encode_all<bits>(format_, args); });
   }
   void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool add) const override {
     const Then then = add ? Then::add : Then::store;
-    with_bits(format_, [&](auto bits) { decode_all<bits>(format_, payload, out, then); });
+    with_bits<4>(format_.bits, [&](auto bits) { decode_all<bits>(format_, payload, out, then); });
   }
   void encode_cuda(const EncodeArgs& args) const override {
     EncodeParams params = encode_params(1, codes_offset(format_, args.in.size), args);

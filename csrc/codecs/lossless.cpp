@@ -209,7 +209,7 @@ class Lossless final : public Codec {
     return wide_ ? "lossless:dtype=float32" : "lossless:dtype=bfloat16";
   }
   int wire_version() const override { return kWireVersion; }
-  bool loads_residual() const override { return true; }
+  bool takes_stored(Device device) const override { return device == Device::cpu; }
   size_t granule() const override { return kBlock; }
   bool variable() const override { return true; }
   size_t encoded_bytes(size_t numel) const override {
@@ -236,7 +236,7 @@ class Lossless final : public Codec {
   void encode_cuda(const EncodeArgs& args) const override {
     auto params = staged_params<LosslessParams>(args);
     params.wide = wide_ ? 1 : 0;
-    launch("lossless", kernel_name("lossless::head_kernel", args.residual != nullptr), params,
+    launch("lossless", kernel_name("lossless::head_kernel", args.has_residual()), params,
            args.in.size, kTile, args.stream);
     launch_scan(params, args.stream);
     launch("lossless", "lossless::pack_kernel", params, args.in.size, kTile, args.stream);

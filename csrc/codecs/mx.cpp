@@ -86,13 +86,14 @@ PYCOMM_INLINE void encode_tile(const EncodeArgs& args, const Scales<T>& scales, 
                                size_t lo, size_t n, uint8_t* codes, const float* residual,
                                float* fresh) {
   const bool ahead = args.in.size - lo >= 2 * kTile;
+  const float* const plain = args.residual.floats();
   for (size_t b = 0, i = 0; i < n; b++, i += T::kBlock) {
     const size_t m = count(n, i, T::kBlock);
     float* new_residual = kFeedback ? fresh + i : nullptr;
     // A tile is read in bursts that the hardware prefetcher does not follow.
     for (size_t line = 0; ahead && line < T::kBlock; line += 16) {
       __builtin_prefetch(args.in.data + lo + kTile + i + line);
-      if (kFeedback && args.residual) __builtin_prefetch(args.residual + lo + kTile + i + line);
+      if (kFeedback && plain) __builtin_prefetch(plain + lo + kTile + i + line);
     }
     if (scales.inv[b] == 0.0f) {
       std::memset(codes + i, 0, m);
@@ -214,8 +215,7 @@ class Mx final : public Codec {
                                         : ",scale=floor");
   }
   int wire_version() const override { return kWireVersion; }
-  bool fuses_residual() const override { return true; }
-  bool loads_residual() const override { return true; }
+  bool takes_stored(Device) const override { return true; }
   bool fuses_sum() const override { return true; }
   size_t granule() const override { return format_.kind == Kind::nvfp4 ? kSuperBlock : kBlock; }
   size_t encoded_bytes(size_t numel) const override {

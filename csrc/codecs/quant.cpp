@@ -1,7 +1,6 @@
 // quant: plain loops over quant.h, compiled for several x86 levels, and the launches of quant.cu.
 #include "codecs/quant.h"
 
-#include "codecs/base/bits.h"
 #include "codecs/base/block_launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/base/options.h"
@@ -11,65 +10,32 @@ namespace {
 
 constexpr const char* kRoundings[] = {"nearest", "stochastic"};
 
-/// Scales and codes, for encode_blocks.
-template <bool kRandom>
-struct Writer {
-  int top;
-  float* scales;
-  Packer codes;
-  RandomKey key;
-  uint64_t index;
+BlockCodes codes_of(const Format& f, size_t numel) {
+  return {f.block, f.bits, codes_offset(f, numel)};
+}
 
-  PYCOMM_INLINE Scale scale(size_t block, float amax) const {
-    const Scale s = symmetric_scale(amax, static_cast<float>(top));
-    scales[block] = s.unit;
-    return s;
-  }
-  PYCOMM_INLINE void zero(size_t lo, size_t n) const {
-    std::memset(codes.at(lo), 0, n);
-    codes.written(lo + n);
-  }
-  template <bool kFeedback>
-  PYCOMM_INLINE void write(size_t lo, const float* __restrict p, size_t n, Scale s,
-                           float* __restrict new_residual) const {
-    alignas(64) uint32_t words[kRandom ? kMaxBlock : 1];
-    if (kRandom) random_block(key, index + lo, n, words);
-    uint8_t* __restrict q = codes.at(lo);
-    for (size_t i = 0; i < n; i++) {
-      const float v = p[i] * s.inv;
-      const int code = kRandom ? round_randomly(v, words[i], top) : round_nearest(v);
-      q[i] = static_cast<uint8_t>(code);
-      if (kFeedback) new_residual[i] = p[i] - dequantize(code, s.unit);
-    }
-    codes.written(lo + n);
-  }
-};
-
-template <bool kRandom>
+template <bool kRandom, bool kFeedback>
 PYCOMM_SIMD void encode_all(const Format& f, const EncodeArgs& args) {
-  alignas(64) uint8_t tile[kMaxBlock];
-  const Packer codes{f.bits, args.in.size, args.out.data + codes_offset(f, args.in.size), tile};
-  encode_blocks(args, f.block,
-                Writer<kRandom>{top(f.bits), reinterpret_cast<float*>(args.out.data), codes,
-                                args.key, args.index});
+  alignas(64) uint32_t words[kRandom ? kMaxBlock : 1];
+  const int limit = top(f.bits);
+  encode_blocks<kFeedback>(
+      args, codes_of(f, args.in.size), static_cast<float>(limit),
+      [&](size_t lo, size_t n) {
+        if (kRandom) random_block(args.key, args.index + lo, n, words);
+      },
+      [&](size_t i, float v) __attribute__((always_inline)) -> Rounded {
+        const int q = kRandom ? round_randomly(v, words[i], limit) : round_nearest(v);
+        return {static_cast<uint32_t>(q), static_cast<float>(q)};
+      });
 }
 
 template <bool kAdd>
 PYCOMM_SIMD void decode_all(const Format& f, Span<const uint8_t> payload, Span<float> out) {
-  alignas(64) uint8_t tile[kMaxBlock];
-  const Unpacker codes{f.bits, out.size, payload.data + codes_offset(f, out.size), tile};
   const int sign = 1 << (f.bits - 1);
-  const auto* scales = reinterpret_cast<const float*>(payload.data);
-  for (size_t lo = 0; lo < out.size; lo += f.block) {
-    const size_t n = out.size - lo < f.block ? out.size - lo : f.block;
-    const float unit = *scales++;
-    const uint8_t* __restrict q = codes.at(lo);
-    float* __restrict to = out.data + lo;
-    for (size_t i = 0; i < n; i++) {
-      const float value = dequantize((q[i] ^ sign) - sign, unit);
-      to[i] = kAdd ? to[i] + value : value;
-    }
-  }
+  decode_blocks<kAdd>(payload, out, codes_of(f, out.size),
+                      [sign](uint8_t code) __attribute__((always_inline)) {
+                        return static_cast<float>((code ^ sign) - sign);
+                      });
 }
 
 // ---------------------------------------------------- launches in CUDA (quant.cu)
@@ -91,17 +57,17 @@ class Quant final : public Codec {
            ",rounding=" + kRoundings[format_.random ? 1 : 0];
   }
   int wire_version() const override { return kWireVersion; }
-  bool fuses_residual() const override { return true; }
-  bool loads_residual() const override { return true; }
+  bool takes_stored(Device) const override { return true; }
   bool fuses_sum() const override { return true; }
   size_t granule() const override { return format_.block; }
   size_t encoded_bytes(size_t numel) const override { return quant::encoded_bytes(format_, numel); }
 
  private:
   void encode_cpu(const EncodeArgs& args) const override {
-    (format_.random ? encode_all<true> : encode_all<false>)(format_, args);
-    const size_t offset = codes_offset(format_, args.in.size);
-    zero_padding(args.out, offset + (args.in.size * format_.bits + 7) / 8);
+    const auto run = args.has_residual()
+                         ? (format_.random ? encode_all<true, true> : encode_all<false, true>)
+                         : (format_.random ? encode_all<true, false> : encode_all<false, false>);
+    run(format_, args);
   }
   void decode_cpu(Span<const uint8_t> payload, Span<float> out, bool add) const override {
     (add ? decode_all<true> : decode_all<false>)(format_, payload, out);

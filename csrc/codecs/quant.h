@@ -9,8 +9,6 @@
 namespace pycomm::codecs::quant {
 
 constexpr int kWireVersion = 2;
-/// Adding then subtracting 1.5 * 2^23 rounds to nearest, ties to even, with plain float adds.
-constexpr float kRound = 12582912.0f;
 
 struct Format {
   int bits = 8;  ///< 2 to 8
@@ -31,9 +29,8 @@ PYCOMM_HD size_t encoded_bytes(const Format& f, size_t numel) {
 
 // -------------------------------------------------------------------- codes
 
-/// Returns the code of v = p * inv. No finite p gets beyond the top, since v is at most top
-/// * (1 + 2^-22).
-PYCOMM_HD int round_nearest(float v) { return static_cast<int>((v + kRound) - kRound); }
+// The code of v = p * inv is round_nearest(v). No finite p gets beyond the top, since v is at most
+// top * (1 + 2^-22).
 
 /// Rounds up or down by chance: up if the upper 31 bits of `random` are below the fraction, which
 /// is exact in float32 because it is taken from the magnitude.

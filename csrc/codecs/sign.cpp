@@ -107,8 +107,7 @@ class Sign final : public Codec {
   std::string_view name() const override { return "sign"; }
   std::string spec() const override { return "sign:block=" + std::to_string(block_); }
   int wire_version() const override { return kWireVersion; }
-  bool fuses_residual() const override { return true; }
-  bool loads_residual() const override { return true; }
+  bool takes_stored(Device) const override { return true; }
   bool fuses_sum() const override { return true; }
   size_t granule() const override { return block_; }
   size_t encoded_bytes(size_t numel) const override { return sign::encoded_bytes(block_, numel); }

@@ -40,8 +40,10 @@ class EncodeArgs:
             "x": self.x.data_ptr(),
             "numel": self.x.numel(),
             "out": self.out.data_ptr(),
-            "residual": 0 if self.residual is None else self.residual.data_ptr(),
-            "new_residual": 0 if self.new_residual is None else self.new_residual.data_ptr(),
+            "error": tuple(
+                0 if side is None else side.data_ptr()
+                for side in (self.residual, self.new_residual)
+            ),
             "seed": self.key.seed,
             "step": self.key.step,
             "tensor": self.key.tensor,

@@ -89,11 +89,7 @@ class Codec(ABC):
 
     @property
     def native(self) -> _C.Codec:
-        """The codec in C++, for callers that have addresses.
-
-        Raises:
-            ImportError: pycomm._C is not built.
-        """
+        """The codec in C++, for callers that have addresses."""
         return native_codec(self.spec())
 
     def encode(

@@ -34,12 +34,11 @@ def split(p: torch.Tensor, block: int) -> torch.Tensor:
     return rows.view(-1, block)
 
 
-def scales(rows: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (scale, inverse scale, used) of each row, [blocks] each.
+def scales_of(amax: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (scale, inverse scale, used) of blocks whose largest magnitude is ``amax``.
 
     Blocks that are not used have zero codes only.
     """
-    amax = rows.abs().amax(dim=1)
     used = (amax > TINY) & (amax < HUGE)
     # Tensor by tensor: torch turns division by a scalar into multiplication by its reciprocal.
     tops = torch.full_like(amax, top)
@@ -47,6 +46,11 @@ def scales(rows: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tensor, 
     zero = torch.zeros_like(amax)
     scale = torch.where(used, amax / tops, torch.where(amax <= TINY, zero, nan))
     return scale, torch.where(used, tops / amax, zero), used
+
+
+def scales(rows: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (scale, inverse scale, used) of each row, [blocks] each."""
+    return scales_of(rows.abs().amax(dim=1), top)
 
 
 def add_halves(rows: torch.Tensor) -> torch.Tensor:
@@ -62,10 +66,8 @@ def mean_scales(rows: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Ten
     block = rows.shape[1]
     begin = block * torch.arange(len(rows), device=rows.device, dtype=torch.int64)
     mean = add_halves(rows.abs()) / (numel - begin).clamp(max=block).to(torch.float32)
-    used = (mean > TINY) & (mean < HUGE)
-    nan = torch.full_like(mean, NAN, dtype=torch.int32).view(torch.float32)
-    zero = torch.zeros_like(mean)
-    return torch.where(used, mean, torch.where(mean <= TINY, zero, nan)), used
+    scale, _, used = scales_of(mean, 1.0)
+    return scale, used
 
 
 def payload(*sections: torch.Tensor) -> torch.Tensor:

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 
+from pycomm import _C
 from pycomm.arrays import core_dtype
 from pycomm.codecs import implementations
 from pycomm.codecs.cuda.launches import Launch, recorded
-from pycomm.codecs.implementations import Implementation, Native, Reference, _device, _stream
+from pycomm.codecs.implementations import Native, Reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -124,16 +127,10 @@ def reference(c: Conversion) -> None:
         c.found_inf.masked_fill_(~c.out.isfinite().all(), 1.0)
 
 
-def native(c: Conversion) -> None:
-    """Run csrc/codecs/convert.cpp, or convert.cu on torch's current stream."""
-    with _device(c.x):
-        _call(c, _stream(c.x))
-
-
-def _call(c: Conversion, stream: int | None) -> None:
-    from pycomm import _C
-
-    _C.convert(
+def _call(c: Conversion) -> Callable[..., object]:
+    """Return the call of csrc/codecs/convert.cpp, which launches convert.cu on a device."""
+    return partial(
+        _C.convert,
         c.x.data_ptr(),
         core_dtype(c.x.dtype),
         c.out.data_ptr(),
@@ -143,7 +140,6 @@ def _call(c: Conversion, stream: int | None) -> None:
         clip=_factor(c.clip),
         divisor=c.divisor,
         found_inf=0 if c.found_inf is None else c.found_inf.data_ptr(),
-        stream=stream,
     )
 
 
@@ -154,20 +150,16 @@ def _factor(factor: Factor) -> tuple[int, float]:
 
 def cuda_launches(c: Conversion) -> list[Launch]:
     """Return the launches of a conversion on cuda."""
-    return recorded(lambda: _call(c, 0))
+    return recorded(partial(_call(c), stream=0))
 
 
-def _nvrtc(c: Conversion) -> None:
-    implementations.nvrtc().launch(cuda_launches(c), c.x.device)
-
-
-def _run_of(way: Implementation) -> Run:
+def _run_of(way: Any) -> Run:
     """Return the conversion that belongs to an implementation of codecs."""
     if isinstance(way, Reference):
         return reference
     if isinstance(way, Native):
-        return native
-    run: Run = getattr(way, "convert", _nvrtc)  # Triton has one of its own
+        return lambda c: way.call(c.x, _call(c))
+    run: Run = way.convert
     return run
 
 

@@ -14,16 +14,7 @@ import torch
 
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec, Combine
-from pycomm.codecs.block import (
-    HUGE,
-    NAN,
-    TINY,
-    add_halves,
-    pack_bits,
-    padded,
-    payload,
-    unpack_bits,
-)
+from pycomm.codecs.block import add_halves, pack_bits, padded, payload, scales_of, unpack_bits
 from pycomm.codecs.rotation import HEADER, SIZES, header, rotate, unrotate
 
 # The levels of Lloyd-Max for N(0, 1), which are part of the wire format: magnitudes of those of 1
@@ -87,7 +78,7 @@ class Eden(Codec):
         head = header(key, index, p.device)
         y = rotate(p, head, self.size)
         amax = y.abs().amax(dim=1)
-        used = (amax > TINY) & (amax < HUGE)
+        unused, _, used = scales_of(amax, 1.0)
         # Scaled by the power of two that brings a rotation's largest magnitude into [1, 2).
         exponent = torch.where(used, amax, torch.ones_like(amax)).view(torch.int32) & 0x7F800000
         shrink = ((254 << 23) - exponent).view(torch.float32)
@@ -100,8 +91,6 @@ class Eden(Codec):
             ratio = add_halves(along) / add_halves(square)
         else:
             ratio = energy / add_halves(along)
-        nan = torch.full_like(amax, NAN, dtype=torch.int32).view(torch.float32)
-        unused = torch.where(amax <= TINY, torch.zeros_like(amax), nan)
         scale = torch.where(used, ratio * exponent.view(torch.float32), unused)
         code = torch.where(used[:, None], code, torch.zeros_like(code)).to(torch.uint8)
         return payload(head, scale, pack_bits(code.view(-1), self.bits))

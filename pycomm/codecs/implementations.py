@@ -8,19 +8,19 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
+from pycomm import _C
 from pycomm.codecs.args import EncodeArgs, RandomKey
+from pycomm.codecs.cuda.launches import recorded
 from pycomm.codecs.cuda.sources import has_kernels
 from pycomm.env import env
-
-if TYPE_CHECKING:
-    from pycomm import _C
 
 Kind = Literal["native", "nvrtc", "triton", "reference"]
 
@@ -76,70 +76,54 @@ class Reference:
             out.view(-1).copy_(codec.reference_decode(payload, out.numel()))
 
 
-class Native:
-    """The native implementation: pycomm._C; cuda tensors use torch's current stream."""
-
-    def encode(self, codec: CodecFunctions, args: EncodeArgs) -> None:
-        with _device(args.x):
-            scratch = _scratch(codec, args.x)
-            codec.native.encode(
-                **args.addresses(), stream=_stream(args.x), scratch=scratch.data_ptr()
-            )
-
-    def decode(
-        self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor, *, add: bool
-    ) -> None:
-        with _device(out):
-            scratch = _scratch(codec, out)
-            call = codec.native.decode_add if add else codec.native.decode
-            call(
-                payload.data_ptr(),
-                out.data_ptr(),
-                out.numel(),
-                stream=_stream(out),
-                scratch=scratch.data_ptr(),
-            )
-
-
-def _stream(x: torch.Tensor) -> int | None:
-    return torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else None
-
-
-def _scratch(codec: CodecFunctions, x: torch.Tensor) -> torch.Tensor:
-    """Return scratch memory on cuda, from torch's caching allocator.
-
-    It may be freed as soon as the work is queued: its next user comes later on the same stream.
-    """
-    count = codec.native.scratch_bytes(x.numel()) if x.is_cuda else 0
-    return torch.empty(count, dtype=torch.uint8, device=x.device)
-
-
-def _device(x: torch.Tensor) -> AbstractContextManager[None]:
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
-
-
-@cache
-def native_codec(spec: str) -> _C.Codec:
-    """Return the C++ codec. Raises ImportError if pycomm._C is not built."""
-    from pycomm import _C
-
-    return _C.Codec(spec)
-
-
 class Launcher(Protocol):
     """Starts launches (`pycomm.codecs.cuda.launches`) on torch's current stream of a device."""
 
     def __call__(self, launches: list[Any], device: torch.device) -> None: ...
 
 
-def is_launched(way: Implementation) -> bool:
-    """Return whether an implementation runs the kernels that C++ describes."""
-    return isinstance(way, Native) or hasattr(way, "launch")
+class Native:
+    """The native implementation: pycomm._C; cuda tensors use torch's current stream."""
+
+    launch: ClassVar[Launcher | None] = None
+    """What starts the kernels that C++ describes; None: C++ does."""
+
+    def encode(self, codec: CodecFunctions, args: EncodeArgs) -> None:
+        self._run(codec, args.x, partial(codec.native.encode, **args.addresses()))
+
+    def decode(
+        self, codec: CodecFunctions, payload: torch.Tensor, out: torch.Tensor, *, add: bool
+    ) -> None:
+        call = codec.native.decode_add if add else codec.native.decode
+        self._run(codec, out, partial(call, payload.data_ptr(), out.data_ptr(), out.numel()))
+
+    def _run(self, codec: CodecFunctions, x: torch.Tensor, call: Callable[..., object]) -> None:
+        on_device = x.is_cuda or self.launch is not None
+        # It may be freed as soon as the work is queued: torch's caching allocator gives it to work
+        # that comes later on the same stream.
+        count = codec.native.scratch_bytes(x.numel()) if on_device else 0
+        scratch = torch.empty(count, dtype=torch.uint8, device=x.device)
+        self.call(x, partial(call, scratch=scratch.data_ptr()))
+
+    def call(self, x: torch.Tensor, call: Callable[..., object]) -> None:
+        """Call C++, which works on the device of ``x``, with its stream."""
+        if self.launch is not None:
+            self.launch(recorded(partial(call, stream=0)), x.device)
+            return
+        with torch.cuda.device(x.device) if x.is_cuda else nullcontext():
+            call(stream=current_stream(x.device) if x.is_cuda else None)
+
+
+@cache
+def native_codec(spec: str) -> _C.Codec:
+    """Return the C++ codec."""
+    return _C.Codec(spec)
 
 
 def launcher(codec: Any, device: str) -> Launcher | None:
     """Return what starts the kernels of a codec on a device; None: C++ does."""
-    return getattr(codec.implementation(device), "launch", None)
+    way = codec.implementation(device)
+    return way.launch if isinstance(way, Native) else None
 
 
 def current_stream(device: torch.device) -> int:
@@ -147,9 +131,10 @@ def current_stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-def nvrtc() -> Any:
+def nvrtc() -> Native:
     """Import NVRTC's launches when a codec first needs them: they need CuPy, and the codecs."""
-    return import_module("pycomm.codecs.cuda.nvrtc")
+    kernels: Native = import_module("pycomm.codecs.cuda.nvrtc").Kernels()
+    return kernels
 
 
 def implementation(name: str, kind: str, device: str) -> Implementation:
@@ -163,8 +148,6 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
     if kind == "reference":
         return Reference()
     if kind == "native":
-        from pycomm import _C
-
         if name not in _C.codec_names() and not has_kernels(name):
             raise Unavailable(f"{name} is not among the codecs in C++")
         if device == "cuda":
@@ -189,7 +172,7 @@ def implementation(name: str, kind: str, device: str) -> Implementation:
         if device == "cpu":
             raise Unavailable(f"nvrtc compiles for cuda, not for {device}")
         _check_cuda_source(name)
-        return nvrtc()  # type: ignore[no-any-return]
+        return nvrtc()
     raise ValueError(f"unknown implementation {kind!r}: use native, nvrtc, triton or reference")
 
 
@@ -207,14 +190,15 @@ def select(name: str, device: str) -> Implementation:
     return _select(name, device, env().impl)
 
 
-def of_kernels(name: str, device: str) -> Implementation | None:
+def of_kernels(name: str, device: str) -> Native | None:
     """Return what runs the CUDA sources of a name on a device, whatever PYCOMM_IMPL names."""
     for kind in ORDER.get(device, ()):
-        if kind in ("native", "nvrtc"):
-            try:
-                return _select(name, device, kind)
-            except Unavailable:
-                pass
+        try:
+            way = _select(name, device, kind)
+        except Unavailable:
+            continue
+        if isinstance(way, Native):
+            return way
     return None
 
 

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from pycomm import backend
-from pycomm.codecs import CODECS, convert
-from pycomm.codecs.implementations import Native, is_launched
+from pycomm.codecs import CODECS
+from pycomm.codecs.implementations import Native, select
 from pycomm.env import env
 from pycomm.log import ignore, logger
 from pycomm.policy.exchange import gather
@@ -57,7 +57,7 @@ def _batched(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> 
     other = [name for name, way in ways.items() if not isinstance(way, Native)]
     if other:
         return f"{', '.join(other)} is coded by another implementation"
-    if convert.select("cpu") is not convert.native:
+    if not isinstance(select("convert", "cpu"), Native):
         return "results are converted by another implementation"
     return ""
 
@@ -65,7 +65,7 @@ def _batched(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> 
 def _kernels(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str:
     codecs = {piece.codec.name: piece.codec for piece in bucket.pieces}
     ways = {name: codec.implementation(device.type) for name, codec in codecs.items()}
-    other = [name for name, way in ways.items() if not is_launched(way)]
+    other = [name for name, way in ways.items() if not isinstance(way, Native)]
     if other:
         return f"{', '.join(other)} on {device.type} is coded by another implementation"
     if len({type(way) for way in ways.values()}) > 1:

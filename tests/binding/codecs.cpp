@@ -41,10 +41,11 @@ class Simple final : public Codec {
     if (rests_.count() > 0) std::this_thread::sleep_for(rests_);
     auto* pair = reinterpret_cast<Code*>(args.out.data + kHead);
     auto* code = reinterpret_cast<int32_t*>(args.out.data);
+    const float* const residual = args.residual.floats();
     for (size_t i = 0; i < args.in.size; i++) {
-      const float p = args.in[i] + (args.residual ? args.residual[i] : 0.0f);
+      const float p = args.in[i] + (residual ? residual[i] : 0.0f);
       const auto q = static_cast<int32_t>(std::nearbyint(p / kUnit));
-      if (args.residual) args.new_residual[i] = p - static_cast<float>(q) * kUnit;
+      if (residual) args.residual.fresh_floats()[i] = p - static_cast<float>(q) * kUnit;
       if (!variable_) {
         *code++ = q;
       } else if (q != 0) {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -19,9 +21,10 @@ from pycomm.codecs import (
     Unavailable,
     short_text,
 )
-from pycomm.codecs.implementations import implementation, select
+from pycomm.codecs.implementations import implementation, launcher, select
 from pycomm.env import env
 from pycomm.errors import Error
+from pycomm.reduction import paths
 
 
 @pytest.mark.parametrize(
@@ -205,7 +208,7 @@ def test_native_checks_for_itself():
         _C.Codec("quant").encode(0, 0, 0, index=100)
     x = torch.zeros(4)
     with pytest.raises(Error, match=r"one of residual and new_residual is null"):
-        _C.Codec("cast").encode(x.data_ptr(), 4, x.data_ptr(), residual=x.data_ptr())
+        _C.Codec("cast").encode(x.data_ptr(), 4, x.data_ptr(), error=(x.data_ptr(), 0))
 
 
 @pytest.fixture
@@ -228,6 +231,16 @@ def test_named_implementation_is_taken_or_raises(impl):
         pycomm.codec("int8").encode(X)
     with pytest.raises(ValueError, match="use native, nvrtc, triton or reference"):
         implementation("quant", "opencl", "cpu")
+
+
+def test_triton_starts_none_of_the_kernels_that_the_core_describes(impl):
+    """Its modules have a function `launch` of their own."""
+    impl("triton")
+    codec = pycomm.codec("int8")
+    assert launcher(codec, "cuda") is None
+    bucket = SimpleNamespace(pieces=[SimpleNamespace(codec=codec)])
+    said = paths._kernels(bucket, None, torch.device("cuda"))
+    assert said == "quant on cuda is coded by another implementation"
 
 
 def test_native_code_is_refused_where_it_cannot_run():

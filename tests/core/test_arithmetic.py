@@ -107,8 +107,8 @@ def coded(spec: str, x: torch.Tensor, residual: torch.Tensor) -> list[bytes]:
     out = torch.zeros(codec.encoded_bytes(numel), dtype=torch.uint8)
     kept, values, sums = torch.zeros_like(x), torch.zeros_like(x), x.clone()
     codec.native.encode(
-        x.data_ptr(), numel, out.data_ptr(), residual=residual.data_ptr(),
-        new_residual=kept.data_ptr(), seed=key.seed, step=key.step, tensor=key.tensor,
+        x.data_ptr(), numel, out.data_ptr(), error=(residual.data_ptr(), kept.data_ptr()),
+        seed=key.seed, step=key.step, tensor=key.tensor,
     )  # fmt: skip
     native.decode(codec, out, values, add=False)
     native.decode(codec, out, sums, add=True)
@@ -148,13 +148,13 @@ def test_feedback(kind, form):
         out = torch.zeros(codec.encoded_bytes(x.numel()), dtype=torch.uint8)
         error, momentum = (torch.zeros(x.numel() * 4 + 4096, dtype=torch.uint8) for _ in range(2))
         for _ in range(3):
-            codec.native.encode_fed(
+            codec.native.encode(
                 x.data_ptr(), x.numel(), out.data_ptr(),
                 kind=_C.FeedbackKind.__members__[form[0]],
                 storage=_C.FeedbackStorage.__members__[form[1]], decay=0.9,
                 error=(error.data_ptr(), error.data_ptr()),
                 momentum=(momentum.data_ptr(), momentum.data_ptr()) if form[0] == "momentum"
-                else (0, 0), scratch=_C.FeedbackScratch(),
+                else (0, 0),
             )  # fmt: skip
         return [bytes(t) for t in (out, error, momentum)]
 

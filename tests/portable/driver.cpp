@@ -71,8 +71,8 @@ void code() {
   pycomm::EncodeArgs args;
   args.in = {values.data(), numel};
   args.out = {payload.data(), payload.size()};
-  args.residual = residual.data();
-  args.new_residual = owed.data();
+  args.residual = {reinterpret_cast<const uint8_t*>(residual.data()),
+                   reinterpret_cast<uint8_t*>(owed.data())};
   args.key = kKey;
   args.index = index;
   codec->encode(args);

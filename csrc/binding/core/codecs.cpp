@@ -16,30 +16,40 @@ namespace py = pybind11;
 namespace pycomm {
 namespace {
 
-/// Converts a stream: None is the CPU, a number is a cudaStream_t. `scratch`: memory on cuda of
-/// scratch_bytes(numel).
-Stream to_stream(std::optional<uintptr_t> handle, const Codec& codec, size_t numel,
-                 uintptr_t scratch) {
+/// Converts a stream: None is the CPU, a number is a cudaStream_t. `scratch`: memory on cuda.
+Stream to_stream(std::optional<uintptr_t> handle, uintptr_t scratch, size_t bytes) {
   if (!handle) return {};
-  const size_t bytes = scratch ? codec.scratch_bytes(numel) : 0;
-  return {
-      Device::cuda, reinterpret_cast<void*>(*handle), {reinterpret_cast<uint8_t*>(scratch), bytes}};
+  return {Device::cuda,
+          reinterpret_cast<void*>(*handle),
+          {reinterpret_cast<uint8_t*>(scratch), scratch ? bytes : 0}};
 }
 
-void encode(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, uintptr_t residual,
-            uintptr_t new_residual, uint64_t seed, uint32_t step, uint32_t tensor, uint64_t index,
+/// Addresses of a residual, and of the new one.
+using Sides = std::pair<uintptr_t, uintptr_t>;
+
+feedback::Memory memory(const Sides& addresses) {
+  return {reinterpret_cast<const uint8_t*>(addresses.first),
+          reinterpret_cast<uint8_t*>(addresses.second)};
+}
+
+void encode(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, const Sides& error,
+            const Sides& momentum, feedback::Kind kind, feedback::Storage storage, double decay,
+            uint64_t seed, uint32_t step, uint32_t tensor, uint64_t index,
             std::optional<uintptr_t> stream, uintptr_t scratch) {
   const DefaultArithmetic arithmetic;
+  GilReleased release;
+  const feedback::Feedback feedback{kind, storage, static_cast<float>(decay), memory(error),
+                                    memory(momentum)};
   EncodeArgs args;
   args.in = {reinterpret_cast<const float*>(x), numel};
   args.out = {reinterpret_cast<uint8_t*>(out), codec.encoded_bytes(numel)};
-  args.residual = reinterpret_cast<const float*>(residual);
-  args.new_residual = reinterpret_cast<float*>(new_residual);
   args.key = {seed, step, tensor};
   args.index = index;
-  args.stream = to_stream(stream, codec, numel, scratch);
-  GilReleased release;
-  codec.encode(args);
+  args.stream =
+      to_stream(stream, scratch,
+                feedback::scratch_bytes(codec, feedback, numel) + codec.scratch_bytes(numel));
+  feedback::Scratch passes;
+  feedback::encode(codec, feedback, args, passes);
 }
 
 template <bool kAdd>
@@ -48,31 +58,8 @@ void decode(const Codec& codec, uintptr_t payload, uintptr_t out, size_t numel,
   const DefaultArithmetic arithmetic;
   GilReleased release;
   codec.decode({reinterpret_cast<const uint8_t*>(payload), codec.encoded_bytes(numel)},
-               {reinterpret_cast<float*>(out), numel}, to_stream(stream, codec, numel, scratch),
-               kAdd);
-}
-
-feedback::Memory memory(std::pair<uintptr_t, uintptr_t> addresses) {
-  return {reinterpret_cast<const uint8_t*>(addresses.first),
-          reinterpret_cast<uint8_t*>(addresses.second)};
-}
-
-void encode_fed(const Codec& codec, uintptr_t x, size_t numel, uintptr_t out, feedback::Kind kind,
-                feedback::Storage storage, double decay, std::pair<uintptr_t, uintptr_t> error,
-                std::pair<uintptr_t, uintptr_t> momentum, feedback::Scratch& scratch,
-                std::optional<uintptr_t> stream, std::pair<uintptr_t, size_t> room) {
-  const DefaultArithmetic arithmetic;
-  EncodeArgs args;
-  args.in = {reinterpret_cast<const float*>(x), numel};
-  args.out = {reinterpret_cast<uint8_t*>(out), codec.encoded_bytes(numel)};
-  if (stream) {
-    args.stream = {Device::cuda, reinterpret_cast<void*>(*stream)};
-    args.stream.scratch = {reinterpret_cast<uint8_t*>(room.first), room.second};
-  }
-  GilReleased release;
-  feedback::encode(codec,
-                   {kind, storage, static_cast<float>(decay), memory(error), memory(momentum)},
-                   args, scratch);
+               {reinterpret_cast<float*>(out), numel},
+               to_stream(stream, scratch, codec.scratch_bytes(numel)), kAdd);
 }
 
 void convert_addresses(uintptr_t in, DType from, uintptr_t out, DType to, size_t numel,
@@ -144,9 +131,6 @@ void bind_codecs(py::module_& m) {
       .value("bf16", feedback::Storage::bfloat16)
       .value("int8", feedback::Storage::int8);
 
-  // The scratch is owned by the caller, who encodes again with it.
-  py::class_<feedback::Scratch>(m, "FeedbackScratch").def(py::init<>());
-
   py::class_<Codec>(m, "Codec")
       .def(py::init(&make_codec), py::arg("spec"))
       .def_property_readonly("name", &Codec::name)
@@ -164,13 +148,11 @@ void bind_codecs(py::module_& m) {
           py::arg("numel"))
       .def("scratch_bytes", &Codec::scratch_bytes, py::arg("numel"))
       .def("encode", &encode, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
-           py::arg("residual") = 0, py::arg("new_residual") = 0, py::arg("seed") = 0,
-           py::arg("step") = 0, py::arg("tensor") = 0, py::arg("index") = 0,
+           py::arg("error") = Sides(), py::arg("momentum") = Sides(),
+           py::arg("kind") = feedback::Kind::residual,
+           py::arg("storage") = feedback::Storage::float32, py::arg("decay") = 0.0,
+           py::arg("seed") = 0, py::arg("step") = 0, py::arg("tensor") = 0, py::arg("index") = 0,
            py::arg("stream") = py::none(), py::arg("scratch") = 0)
-      .def("encode_fed", &encode_fed, py::arg("x"), py::arg("numel"), py::arg("out"), py::kw_only(),
-           py::arg("kind"), py::arg("storage"), py::arg("decay"), py::arg("error"),
-           py::arg("momentum"), py::arg("scratch"), py::arg("stream") = py::none(),
-           py::arg("room") = std::pair<uintptr_t, size_t>())
       .def("decode", &decode<false>, py::arg("payload"), py::arg("out"), py::arg("numel"),
            py::kw_only(), py::arg("stream") = py::none(), py::arg("scratch") = 0)
       .def("decode_add", &decode<true>, py::arg("payload"), py::arg("out"), py::arg("numel"),

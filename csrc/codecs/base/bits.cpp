@@ -98,48 +98,26 @@ PYCOMM_INLINE void unpack<2>(const uint8_t* __restrict in, size_t n, uint8_t* __
   }
 }
 
+template <>
+PYCOMM_INLINE void pack<8>(uint8_t* __restrict codes, size_t n, uint8_t* __restrict out) {
+  std::memcpy(out, codes, n);
+}
+
+template <>
+PYCOMM_INLINE void unpack<8>(const uint8_t* __restrict in, size_t n, uint8_t* __restrict codes) {
+  std::memcpy(codes, in, n);
+}
+
 }  // namespace
 
 PYCOMM_SIMD void pack(int bits, uint8_t* codes, size_t n, uint8_t* out) {
-  switch (bits) {
-    case 1:
-      return pack<1>(codes, n, out);
-    case 2:
-      return pack<2>(codes, n, out);
-    case 3:
-      return pack<3>(codes, n, out);
-    case 4:
-      return pack<4>(codes, n, out);
-    case 5:
-      return pack<5>(codes, n, out);
-    case 6:
-      return pack<6>(codes, n, out);
-    case 7:
-      return pack<7>(codes, n, out);
-    case 8:
-      std::memcpy(out, codes, n);
-  }
+  with_bits<8>(bits,
+               [&](auto width) __attribute__((always_inline)) { pack<width>(codes, n, out); });
 }
 
 PYCOMM_SIMD void unpack(int bits, const uint8_t* in, size_t n, uint8_t* codes) {
-  switch (bits) {
-    case 1:
-      return unpack<1>(in, n, codes);
-    case 2:
-      return unpack<2>(in, n, codes);
-    case 3:
-      return unpack<3>(in, n, codes);
-    case 4:
-      return unpack<4>(in, n, codes);
-    case 5:
-      return unpack<5>(in, n, codes);
-    case 6:
-      return unpack<6>(in, n, codes);
-    case 7:
-      return unpack<7>(in, n, codes);
-    case 8:
-      std::memcpy(codes, in, n);
-  }
+  with_bits<8>(bits,
+               [&](auto width) __attribute__((always_inline)) { unpack<width>(in, n, codes); });
 }
 
 }  // namespace pycomm::codecs

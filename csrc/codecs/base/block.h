@@ -45,6 +45,10 @@ PYCOMM_HD Scale symmetric_scale(float amax, float top) {
   return {scale(amax, top), inv_scale(amax, top), used(amax)};
 }
 
+/// Adding then subtracting 1.5 * 2^23 rounds to nearest, ties to even, with plain float adds.
+constexpr float kRound = 12582912.0f;
+PYCOMM_HD int round_nearest(float v) { return static_cast<int>((v + kRound) - kRound); }
+
 /// A value in the range of a small float: its code, and the value that the code represents.
 struct Rounded {
   uint32_t code;

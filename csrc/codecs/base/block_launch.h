@@ -14,11 +14,10 @@ inline EncodeParams encode_params(uint32_t block, size_t offset, const EncodeArg
   params.stride = args.sum.stride;
   params.ranks = args.sum.ranks;
   params.divisor = args.sum.divisor;
-  const bool stored = args.stored.old != nullptr;
-  params.residual = stored ? args.stored.old : reinterpret_cast<const uint8_t*>(args.residual);
-  params.new_residual = stored ? args.stored.fresh : reinterpret_cast<uint8_t*>(args.new_residual);
-  params.form = args.stored.form;
-  params.decay = args.stored.decay;
+  params.residual = args.residual.old;
+  params.new_residual = args.residual.fresh;
+  params.form = args.residual.form;
+  params.decay = args.residual.decay;
   params.scales = reinterpret_cast<float*>(args.out.data);
   params.codes = args.out.data + offset;
   params.numel = args.in.size;

@@ -28,7 +28,7 @@ void check_call(const Codec& codec, const char* role, size_t bytes, size_t numel
 
 void Codec::encode(const EncodeArgs& args) const {
   check_call(*this, "out", args.out.size, args.in.size, args.stream);
-  if ((args.residual == nullptr) != (args.new_residual == nullptr) && args.in.size > 0) {
+  if ((args.residual.old == nullptr) != (args.residual.fresh == nullptr) && args.in.size > 0) {
     throw Error(spec() + ": one of residual and new_residual is null; give both or neither");
   }
   if (granule() == 0 && args.index != 0) {

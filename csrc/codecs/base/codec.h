@@ -31,27 +31,31 @@ struct Contributions {
   float divisor = 1.0f;  ///< of their sum, in rank order
 };
 
-/// Residuals in the stored form of a feedback (base/stored.h), which are multiplied by `decay`.
-struct StoredResidual {
-  const uint8_t* old = nullptr;
-  uint8_t* fresh = nullptr;
+/// Residuals in a stored form (base/stored.h), which are multiplied by `decay` when they are read.
+struct Residual {
+  const uint8_t* old = nullptr;  ///< null: no feedback
+  uint8_t* fresh = nullptr;      ///< may be `old`; null iff `old` is null
   uint32_t form = 0;
   float decay = 1.0f;
+
+  /// True if they are float32 as they are. Every codec takes these.
+  bool plain() const { return form == 0 && decay == 1.0f; }
+  /// Returns them, or null if they are not plain or there are none.
+  const float* floats() const { return plain() ? reinterpret_cast<const float*>(old) : nullptr; }
+  float* fresh_floats() const { return plain() ? reinterpret_cast<float*>(fresh) : nullptr; }
 };
 
 struct EncodeArgs {
   Span<const float> in;
-  Span<uint8_t> out;                ///< exactly encoded_bytes(in.size)
-  const float* residual = nullptr;  ///< in.size values; null: no feedback
-  float* new_residual = nullptr;    ///< may be `residual`; null iff `residual` is null
+  Span<uint8_t> out;  ///< exactly encoded_bytes(in.size)
+  Residual residual;  ///< of in.size values
   RandomKey key;
   uint64_t index = 0;  ///< place of in[0] in its tensor; a multiple of granule()
   Stream stream;
-  // For codecs that take them:
-  Contributions sum;      ///< on cuda: if it has ranks, they are the input; `in` has only a size
-  StoredResidual stored;  ///< in place of `residual` and `new_residual`, if it has memory
+  /// For codecs that take them, on cuda: if it has ranks, they are the input; `in` has only a size.
+  Contributions sum;
 
-  bool has_residual() const { return residual != nullptr || stored.old != nullptr; }
+  bool has_residual() const { return residual.old != nullptr; }
 };
 
 /// Stateless and thread-safe codec. Error feedback and step counters live in the caller.
@@ -84,10 +88,11 @@ class PYCOMM_API Codec {
     return 0;
   }
 
-  /// True if the kernel that encodes on cuda reads and writes stored residuals.
-  virtual bool fuses_residual() const { return false; }
-  /// True if encode() on the CPU does so.
-  virtual bool loads_residual() const { return false; }
+  /// True if encode() reads and writes residuals that are not plain, on cuda in its one kernel.
+  virtual bool takes_stored(Device device) const {
+    (void)device;
+    return false;
+  }
   /// True if the kernel also sums contributions.
   virtual bool fuses_sum() const { return false; }
 

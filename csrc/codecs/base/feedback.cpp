@@ -13,11 +13,6 @@
 namespace pycomm::feedback {
 namespace {
 
-using codecs::stored::code_of;
-using codecs::stored::kTop;
-using codecs::stored::scale_of;
-using codecs::stored::value_of;
-
 // ------------------------------------------------------------------------- stored forms
 
 PYCOMM_SIMD void load_bfloat16(const uint16_t* __restrict in, size_t n, float* __restrict out) {
@@ -28,40 +23,22 @@ PYCOMM_SIMD void store_bfloat16(const float* __restrict in, size_t n, uint16_t* 
   for (size_t i = 0; i < n; i++) out[i] = static_cast<uint16_t>(BFloat16::encode_saturating(in[i]));
 }
 
+// Not as many values as are left in one loop, which would take its iterations one by one.
+
 PYCOMM_SIMD void load_int8(const uint8_t* __restrict in, size_t n, float* __restrict out) {
-  for (size_t lo = 0; lo < n; lo += kBlock, in += kBlockBytes) {
-    float scale;
-    std::memcpy(&scale, in, sizeof scale);
-    const auto* codes = reinterpret_cast<const int8_t*>(in + sizeof scale);
-    // Not as many as are left in one loop, which would take its iterations one by one.
-    if (n - lo >= kBlock) {
-      for (size_t i = 0; i < kBlock; i++) out[lo + i] = value_of(codes[i], scale);
-    } else {
-      for (size_t i = 0; i < n - lo; i++) out[lo + i] = value_of(codes[i], scale);
-    }
-  }
+  for (; n >= kBlock; n -= kBlock, in += kBlockBytes, out += kBlock) codecs::load_block(in, out);
+  if (n == 0) return;
+  float last[kBlock];
+  codecs::load_block(in, last);
+  std::memcpy(out, last, n * sizeof(float));
 }
 
 PYCOMM_SIMD void store_int8(const float* __restrict in, size_t n, uint8_t* __restrict out) {
-  for (size_t lo = 0; lo < n; lo += kBlock, out += kBlockBytes) {
-    const size_t count = n - lo < kBlock ? n - lo : kBlock;
-    const float amax = codecs::max_magnitude(in + lo, count);
-    const bool used = codecs::used(amax);
-    const float scale = scale_of(amax);
-    const float inv = codecs::inv_scale(amax, kTop);
-    std::memcpy(out, &scale, sizeof scale);
-    auto* codes = reinterpret_cast<int8_t*>(out + sizeof scale);
-    if (!used) {
-      std::memset(codes, 0, kBlock);
-      continue;
-    }
-    if (count == kBlock) {
-      for (size_t i = 0; i < kBlock; i++) codes[i] = code_of(in[lo + i], inv);
-      continue;
-    }
-    for (size_t i = 0; i < count; i++) codes[i] = code_of(in[lo + i], inv);
-    std::memset(codes + count, 0, kBlock - count);
-  }
+  for (; n >= kBlock; n -= kBlock, in += kBlock, out += kBlockBytes) codecs::store_block(in, out);
+  if (n == 0) return;
+  float last[kBlock] = {};
+  std::memcpy(last, in, n * sizeof(float));
+  codecs::store_block(last, out);
 }
 
 // -------------------------------------------------------------------------------- rules
@@ -82,39 +59,21 @@ PYCOMM_SIMD void shrink(float decay, size_t n, float* x) {
 
 enum Place : size_t { kResidual, kMomentum, kNewResidual };
 
-float* loaded(const Feedback& feedback, const Memory& memory, size_t n, float* to) {
-  load(feedback.storage, memory.old, {to, n});
-  return to;
+/// The memory of errors.
+Residual residual_of(const Feedback& feedback) {
+  return {feedback.error.old, feedback.error.fresh, static_cast<uint32_t>(feedback.storage),
+          feedback.kind == Kind::decay ? feedback.decay : 1.0f};
 }
 
-/// Input of the codec: p = x + residual.
-struct Past {
-  Past(const Feedback& feedback, Span<const float> in, Scratch& scratch) : x(in.data) {
-    const size_t n = in.size;
-    if (feedback.error) {
-      residual = loaded(feedback, feedback.error, n, scratch.get(kResidual, n));
-      if (feedback.kind == Kind::decay) shrink(feedback.decay, n, residual);
-    }
-    if (feedback.kind != Kind::momentum) return;
-    u = loaded(feedback, feedback.momentum, n, scratch.get(kMomentum, n));
-    advance(in.data, feedback.decay, n, u);
-    x = u;
-  }
-
-  const float* x;
-  float* residual = nullptr;
-  float* u = nullptr;
-};
-
-/// True if the codec reads and writes the memory itself.
-bool is_plain(const Feedback& feedback) {
-  return feedback.kind == Kind::residual && feedback.storage == Storage::float32;
+Residual residual_of(const float* old, float* fresh) {
+  return {reinterpret_cast<const uint8_t*>(old), reinterpret_cast<uint8_t*>(fresh)};
 }
 
 // -------------------------------------------------------------------------------- a GPU
 
-using codecs::stored::LoadParams;
-using codecs::stored::StoreParams;
+static_assert(static_cast<uint32_t>(Storage::float32) == codecs::stored::kFloat32 &&
+              static_cast<uint32_t>(Storage::bfloat16) == codecs::stored::kBFloat16 &&
+              static_cast<uint32_t>(Storage::int8) == codecs::stored::kInt8);
 
 template <typename Params>
 void launch(const char* kernel, Storage storage, const Params& params, Stream stream) {
@@ -124,40 +83,22 @@ void launch(const char* kernel, Storage storage, const Params& params, Stream st
                  codecs::stored::kRows * cuda::kRow, stream);
 }
 
-static_assert(static_cast<uint32_t>(Storage::float32) == codecs::stored::kFloat32 &&
-              static_cast<uint32_t>(Storage::bfloat16) == codecs::stored::kBFloat16 &&
-              static_cast<uint32_t>(Storage::int8) == codecs::stored::kInt8);
-
-/// The memory of errors, for codecs that load and store it.
-StoredResidual stored_residual(const Feedback& feedback) {
-  return {feedback.error.old, feedback.error.fresh, static_cast<uint32_t>(feedback.storage),
-          feedback.kind == Kind::decay ? feedback.decay : 1.0f};
-}
-
 void encode_cuda(const Codec& codec, const Feedback& feedback, EncodeArgs args) {
-  const bool decays = feedback.kind == Kind::decay;
-  if (codec.fuses_residual()) {
-    args.stored = stored_residual(feedback);
-    return codec.encode(args);
-  }
   const size_t bytes = scratch_bytes(codec, feedback, args.in.size);
+  const uint8_t* const old = args.residual.old;
+  uint8_t* const fresh = args.residual.fresh;
+  const float decay = args.residual.decay;
+  const bool decays = decay != 1.0f;
   Stream& stream = args.stream;
   auto* const residual = reinterpret_cast<float*>(stream.scratch.data);
   stream.scratch = stream.scratch.sub(bytes, stream.scratch.size - bytes);
   launch("stored::load_kernel", feedback.storage,
-         LoadParams{{},
-                    feedback.error.old,
-                    feedback.error.fresh,
-                    residual,
-                    args.in.size,
-                    feedback.decay,
-                    decays},
-         stream);
-  args.residual = args.new_residual = residual;
+         codecs::stored::LoadParams{{}, old, fresh, residual, args.in.size, decay, decays}, stream);
+  args.residual = residual_of(residual, residual);
   codec.encode(args);
-  auto* const old = const_cast<uint8_t*>(feedback.error.old);
   launch("stored::store_kernel", feedback.storage,
-         StoreParams{{}, residual, feedback.error.fresh, old, args.in.size}, stream);
+         codecs::stored::StoreParams{{}, residual, fresh, const_cast<uint8_t*>(old), args.in.size},
+         stream);
 }
 
 }  // namespace
@@ -166,7 +107,7 @@ bool has_kernels(Kind kind) { return kind != Kind::momentum; }
 
 size_t scratch_bytes(const Codec& codec, const Feedback& feedback, size_t numel) {
   constexpr size_t kAlign = 256;
-  if (!feedback || is_plain(feedback) || codec.fuses_residual()) return 0;
+  if (!feedback || residual_of(feedback).plain() || codec.takes_stored(Device::cuda)) return 0;
   return (numel * sizeof(float) + kAlign - 1) / kAlign * kAlign;
 }
 
@@ -240,35 +181,38 @@ float* Scratch::get(size_t place, size_t numel) {
 
 void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args, Scratch& scratch) {
   if (!feedback) return codec.encode(args);
-  if (is_plain(feedback)) {
-    args.residual = reinterpret_cast<const float*>(feedback.error.old);
-    args.new_residual = reinterpret_cast<float*>(feedback.error.fresh);
+  const bool momentum = feedback.kind == Kind::momentum;
+  const bool on_gpu = args.stream.device == Device::cuda;
+  args.residual = residual_of(feedback);
+  if (!momentum && (args.residual.plain() || codec.takes_stored(args.stream.device))) {
     return codec.encode(args);
   }
-  if (args.stream.device == Device::cuda) {
+  if (on_gpu) {
     if (!has_kernels(feedback.kind))
       throw Error("feedback: momentum has no kernels on a GPU; exchange payloads instead");
     return encode_cuda(codec, feedback, args);
   }
-  if (feedback.kind != Kind::momentum && codec.loads_residual()) {
-    args.stored = stored_residual(feedback);
-    return codec.encode(args);
-  }
   const size_t n = args.in.size;
-  const Past past(feedback, args.in, scratch);
-  float* const new_residual = scratch.get(kNewResidual, n);
-  args.in.data = past.x;
+  float *residual = nullptr, *fresh = nullptr, *u = nullptr;
   if (feedback.error) {
-    args.residual = past.residual;
-    args.new_residual = new_residual;
+    residual = scratch.get(kResidual, n);
+    fresh = scratch.get(kNewResidual, n);
+    load(feedback.storage, feedback.error.old, {residual, n});
+    if (feedback.kind == Kind::decay) shrink(feedback.decay, n, residual);
+  }
+  args.residual = residual_of(residual, fresh);
+  if (momentum) {
+    u = scratch.get(kMomentum, n);
+    load(feedback.storage, feedback.momentum.old, {u, n});
+    advance(args.in.data, feedback.decay, n, u);
+    args.in.data = u;
   }
   codec.encode(args);
-
-  if (feedback.kind == Kind::momentum) {
-    if (feedback.error) mask(past.x, past.residual, new_residual, n, past.u);
-    store(feedback.storage, {past.u, n}, feedback.momentum.fresh);
+  if (momentum) {
+    if (residual) mask(u, residual, fresh, n, u);
+    store(feedback.storage, {u, n}, feedback.momentum.fresh);
   }
-  if (feedback.error) store(feedback.storage, {new_residual, n}, feedback.error.fresh);
+  if (residual) store(feedback.storage, {fresh, n}, feedback.error.fresh);
 }
 
 }  // namespace pycomm::feedback

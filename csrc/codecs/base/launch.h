@@ -117,8 +117,8 @@ template <typename Params>
 Params staged_params(const EncodeArgs& args) {
   Params params{};
   params.in = args.in.data;
-  params.residual = args.residual;
-  params.new_residual = args.new_residual;
+  params.residual = args.residual.floats();
+  params.new_residual = args.residual.fresh_floats();
   params.payload = args.out.data;
   params.scratch = args.stream.scratch.data;
   params.numel = args.in.size;

@@ -50,87 +50,48 @@ PYCOMM_SIMD void random_block_plain(const RandomKey& key, uint64_t index, size_t
   }
 }
 
-#ifdef PYCOMM_AVX512
+#ifdef PYCOMM_AVX2
 
-// Operators, and masks of all lanes where intrinsics would do: gcc 12 warns about those without.
-using Lanes = uint64_t __attribute__((vector_size(64)));
-constexpr __mmask8 kEveryLane = 0xff;
+using Lanes = uint64_t __attribute__((vector_size(32)));
 
 /// Multiplies the lower halves.
-PYCOMM_AVX512 inline Lanes multiply(Lanes c, uint64_t factor) {
-  return reinterpret_cast<Lanes>(_mm512_maskz_mul_epu32(
-      kEveryLane, reinterpret_cast<__m512i>(c), _mm512_set1_epi64(static_cast<int64_t>(factor))));
-}
-
-/// Computes eight groups at a time. A word is the lower half of a lane of 64 bits, which the
-/// multiplication reads and in which it leaves its own lower half; nothing reads the upper halves
-/// until the end.
-PYCOMM_AVX512 void random_block_avx512(const RandomKey& key, uint64_t index, size_t n,
-                                       uint32_t* __restrict words) {
-  constexpr uint64_t kLower = 0xffffffff;
-  // Even lanes hold the first four groups, odd ones the others, in the order in which they are
-  // stored.
-  constexpr Lanes kOrder = {0, 4, 1, 5, 2, 6, 3, 7};
-  const size_t size = (n + 3) / 4 * 4;
-  for (size_t i = 0; i < size; i += 32) {
-    Lanes c0 = (index / 4 + i / 4 + kOrder) & ((uint64_t{1} << 62) - 1), c1 = c0 >> 32;
-    Lanes c2 = Lanes{} + key.tensor, c3 = Lanes{} + key.step;
-    auto key0 = static_cast<uint32_t>(key.seed);
-    auto key1 = static_cast<uint32_t>(key.seed >> 32);
-    for (int round = 0; round < kPhiloxRounds; round++) {
-      const Lanes a = multiply(c0, kPhiloxFactor0), b = multiply(c2, kPhiloxFactor1);
-      c0 = b >> 32 ^ c1 ^ uint64_t{key0};
-      c2 = a >> 32 ^ c3 ^ uint64_t{key1};
-      c1 = b;
-      c3 = a;
-      key0 += kPhiloxKey0;
-      key1 += kPhiloxKey1;
-    }
-    const auto upper = reinterpret_cast<__m512i>((c0 & kLower) | c1 << 32);
-    const auto lower = reinterpret_cast<__m512i>((c2 & kLower) | c3 << 32);
-    const uint64_t there = size - i < 32 ? (uint64_t{1} << (size - i)) - 1 : kLower;
-    _mm512_mask_storeu_epi32(words + i, static_cast<__mmask16>(there),
-                             _mm512_maskz_unpacklo_epi64(kEveryLane, upper, lower));
-    _mm512_mask_storeu_epi32(words + i + 16, static_cast<__mmask16>(there >> 16),
-                             _mm512_maskz_unpackhi_epi64(kEveryLane, upper, lower));
-  }
-}
-
-using HalfLanes = uint64_t __attribute__((vector_size(32)));
-
-PYCOMM_AVX2 inline HalfLanes multiply(HalfLanes c, uint64_t factor) {
-  return reinterpret_cast<HalfLanes>(_mm256_mul_epu32(
+PYCOMM_AVX2 inline Lanes multiply(Lanes c, uint64_t factor) {
+  return reinterpret_cast<Lanes>(_mm256_mul_epu32(
       reinterpret_cast<__m256i>(c), _mm256_set1_epi64x(static_cast<int64_t>(factor))));
 }
 
-/// The same with four groups at a time, twice: while one product is computed, the other set's is
-/// used. Keys are vectors in memory, which take less time than to be made of words in each step.
+/// Computes four groups at a time, twice: while one product is computed, the other set's is used. A
+/// word is the lower half of a lane of 64 bits, which the multiplication reads and in which it
+/// leaves its own lower half; nothing reads the upper halves until the end. Keys are vectors in
+/// memory, which take less time than to be made of words in each step.
 PYCOMM_AVX2 void random_block_avx2(const RandomKey& key, uint64_t index, size_t n,
                                    uint32_t* __restrict words) {
   constexpr uint64_t kLower = 0xffffffff;
-  constexpr HalfLanes kOrder = {0, 2, 1, 3};
-  HalfLanes keys[kPhiloxRounds][2];
+  // Even lanes hold the first two groups, odd ones the others, in the order in which they are
+  // stored.
+  constexpr Lanes kOrder = {0, 2, 1, 3};
+  Lanes keys[kPhiloxRounds][2];
   auto key0 = static_cast<uint32_t>(key.seed);
   auto key1 = static_cast<uint32_t>(key.seed >> 32);
   for (auto& of_round : keys) {
-    of_round[0] = HalfLanes{} + key0;
-    of_round[1] = HalfLanes{} + key1;
+    of_round[0] = Lanes{} + key0;
+    of_round[1] = Lanes{} + key1;
     key0 += kPhiloxKey0;
     key1 += kPhiloxKey1;
   }
   const size_t size = (n + 3) / 4 * 4;
   for (size_t i = 0; i < size; i += 32) {
-    HalfLanes c0[2], c1[2], c2[2], c3[2];
+    Lanes c0[2], c1[2], c2[2], c3[2];
     for (size_t set = 0; set < 2; set++) {
       c0[set] = (index / 4 + i / 4 + 4 * set + kOrder) & ((uint64_t{1} << 62) - 1);
       c1[set] = c0[set] >> 32;
-      c2[set] = HalfLanes{} + key.tensor;
-      c3[set] = HalfLanes{} + key.step;
+      c2[set] = Lanes{} + key.tensor;
+      c3[set] = Lanes{} + key.step;
     }
     for (const auto& of_round : keys) {
       for (size_t set = 0; set < 2; set++) {
-        const HalfLanes a = multiply(c0[set], kPhiloxFactor0);
-        const HalfLanes b = multiply(c2[set], kPhiloxFactor1);
+        const Lanes a = multiply(c0[set], kPhiloxFactor0);
+        const Lanes b = multiply(c2[set], kPhiloxFactor1);
         c0[set] = b >> 32 ^ c1[set] ^ of_round[0];
         c2[set] = a >> 32 ^ c3[set] ^ of_round[1];
         c1[set] = b;
@@ -157,8 +118,7 @@ PYCOMM_AVX2 void random_block_avx2(const RandomKey& key, uint64_t index, size_t 
 }  // namespace
 
 void random_block(const RandomKey& key, uint64_t index, size_t n, uint32_t* words) {
-#ifdef PYCOMM_AVX512
-  if (has_avx512()) return random_block_avx512(key, index, n, words);
+#ifdef PYCOMM_AVX2
   if (has_avx2()) return random_block_avx2(key, index, n, words);
 #endif
   random_block_plain(key, index, n, words);

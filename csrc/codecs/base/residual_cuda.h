@@ -19,19 +19,13 @@ union Pairs {
   uint32_t word[2];
 };
 
-/// Returns the four values of a form with a code for each.
-template <typename Form>
-__device__ __forceinline__ cuda::Vector<float> decode_row(
-    const cuda::Vector<typename Form::Code>& codes) {
+/// Returns the four values of codes of bfloat16.
+__device__ __forceinline__ cuda::Vector<float> decode_row(const cuda::Vector<uint16_t>& codes) {
+  const Pairs pairs{codes};
   cuda::Vector<float> value;
-  if constexpr (sizeof(typename Form::Code) == sizeof(uint16_t)) {
-    const Pairs pairs{codes};
-    for (int k = 0; k < cuda::kVector; k++) {
-      const uint32_t word = pairs.word[k / 2];
-      value.v[k] = bits_float(k % 2 == 0 ? word << 16 : word & 0xffff0000u);
-    }
-  } else {
-    for (int k = 0; k < cuda::kVector; k++) value.v[k] = Form::decode(codes.v[k]);
+  for (int k = 0; k < cuda::kVector; k++) {
+    const uint32_t word = pairs.word[k / 2];
+    value.v[k] = bits_float(k % 2 == 0 ? word << 16 : word & 0xffff0000u);
   }
   return value;
 }
@@ -167,10 +161,8 @@ __device__ __forceinline__ void each_stored(const cuda::Tile<kRows, kRowLanes>& 
   if (args.form == stored::kFloat32) {
     tile.each(reinterpret_cast<const float*>(from), f);
   } else if (cuda::opaque(args.form) == stored::kBFloat16) {
-    using Code = stored::BFloat16::Code;
-    tile.each(reinterpret_cast<const Code*>(from), [&](int row, const cuda::Vector<Code>& codes) {
-      f(row, stored::decode_row<stored::BFloat16>(codes));
-    });
+    tile.each(reinterpret_cast<const uint16_t*>(from),
+              [&](int row, const auto& codes) { f(row, stored::decode_row(codes)); });
   } else {
 #pragma unroll
     for (int row = 0; row < kRows; row++) {
@@ -198,8 +190,7 @@ __device__ __forceinline__ cuda::Vector<float> load_residual(
   if (args.form == stored::kFloat32) {
     value = tile.load(reinterpret_cast<const float*>(from), row);
   } else if (args.form == stored::kBFloat16) {
-    value = stored::decode_row<stored::BFloat16>(
-        tile.load(reinterpret_cast<const stored::BFloat16::Code*>(from), row));
+    value = stored::decode_row(tile.load(reinterpret_cast<const uint16_t*>(from), row));
   } else {
     value = stored::load_int8(from, tile.index(row), args.numel);
   }

@@ -14,12 +14,9 @@ constexpr uint32_t kFloat32 = 0, kBFloat16 = 1, kInt8 = 2;
 constexpr uint32_t kBlock = 32;
 constexpr size_t kBlockBytes = sizeof(float) + kBlock;
 constexpr float kTop = 127.0f;
-constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds half to even
 
 /// The code of a value of a block, whose largest code per value is `inv`.
-PYCOMM_HD int8_t code_of(float x, float inv) {
-  return static_cast<int8_t>(static_cast<int>((x * inv + kRound) - kRound));
-}
+PYCOMM_HD int8_t code_of(float x, float inv) { return static_cast<int8_t>(round_nearest(x * inv)); }
 PYCOMM_HD float value_of(int8_t code, float scale) { return static_cast<float>(code) * scale; }
 
 /// The scale of a block. One that is too large for a float32 scale is dropped: it would make every

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "codecs/topk/walk.h"
+#include "codecs/topk/select.h"
 
 namespace pycomm::codecs::topk {
 
@@ -72,33 +72,16 @@ inline void write_values(const Record& record, uint8_t* to, size_t first, const 
   }
 }
 
-/// Writer of the chosen values of one record, group by group.
-class Writer {
- public:
-  /// `new_residual` is that of the record, and has p; null without feedback.
-  Writer(const Record& record, uint8_t* to, float* new_residual)
-      : record_(record), to_(to), new_residual_(new_residual) {}
-
-  // A caller may change values while they are encoded. More may be chosen then than there is room
-  // for; fewer leave at the end what was in the memory before.
-  void group(const uint32_t* index, const float* p, size_t n) {
-    n = std::min(n, record_.k - count_);
-    if (n == 0) return;
-    alignas(64) float value[kGroup];
-    write_values(record_, to_, count_, p, n, value);
-    write_indices(record_.indices, index, count_, n, to_ + record_.indices_at);
-    count_ += n;
-    if (!new_residual_) return;
-    // Values of a record that is not void are finite, and decoded they are, too.
-    for (size_t j = 0; j < n; j++) new_residual_[index[j]] = p[j] - value[j];
-  }
-
- private:
-  const Record& record_;
-  uint8_t* to_;
-  float* new_residual_;
-  size_t count_ = 0;
-};
+/// Writes a group of chosen values, and their residuals to that of the record, which has p.
+inline void write_group(const Record& record, uint8_t* to, size_t first, const uint32_t* index,
+                        const float* p, size_t n, float* new_residual) {
+  alignas(64) float value[kGroup];
+  write_values(record, to, first, p, n, value);
+  write_indices(record.indices, index, first, n, to + record.indices_at);
+  if (!new_residual) return;
+  // Values of a record that is not void are finite, and decoded they are, too.
+  for (size_t j = 0; j < n; j++) new_residual[index[j]] = p[j] - value[j];
+}
 
 inline void write_void(const Record& record, uint8_t* to) {
   std::memset(to, 0, record.bytes);
@@ -107,22 +90,23 @@ inline void write_void(const Record& record, uint8_t* to) {
   std::fill(word, word + nans, kNanBits);
 }
 
-/// Clears the padding, which the writer leaves; the sections end less than a word into it.
-inline void clear_padding(const Record& record, uint8_t* to) {
-  std::memset(to + record.indices_at - 4, 0, 4);
-  std::memset(to + record.bytes - 4, 0, 4);
-}
-
-inline void encode_record(const Record& record, const Cut& cut, const Source& from,
+inline void encode_record(const Record& record, Selector& selector, const Source& from,
                           float* new_residual, uint8_t* to) {
-  if (cut.is_void) {
+  if (!selector.select(from, record.k, new_residual)) {
     write_void(record, to);
     if (from.residual) std::memmove(new_residual, from.residual, 4 * record.n);
     return;
   }
-  clear_padding(record, to);
-  Writer writer(record, to, new_residual);
-  walk(from, cut, new_residual, writer);
+  // Padding: the sections end less than a word into it.
+  std::memset(to + record.indices_at - 4, 0, 4);
+  std::memset(to + record.bytes - 4, 0, 4);
+  // A caller may change values while they are encoded. More may be chosen then than there is room
+  // for; fewer leave at the end what was in the memory before.
+  const size_t chosen = std::min(selector.count(), record.k);
+  for (size_t first = 0; first < chosen; first += kGroup) {
+    write_group(record, to, first, selector.index() + first, selector.p() + first,
+                std::min<size_t>(kGroup, chosen - first), new_residual);
+  }
 }
 
 // ------------------------------------------------------------------- decoding

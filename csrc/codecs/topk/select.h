@@ -1,13 +1,17 @@
-// Selection of the k largest magnitudes of p = x + residual on the CPU, exactly.
+// Selection of the k largest magnitudes of p = x + residual on the CPU, exactly, in order.
 //
-// A bracket around the k-th largest comes from a sample or from the chunk before. One pass counts
-// the values above it and keeps those inside; the k-th largest is then found among few. Where the
-// bracket was wrong, three histograms of 11, 11 and 9 bits find it instead: slower, never
+// A lower bound of the k-th largest comes from a sample or from the chunk before. One pass keeps
+// all values from there on, with their places; the k-th largest is then found among few, and only
+// they are visited: memory, which takes the time of long records, is read once. Where the bracket
+// was wrong, three histograms of 11, 11 and 9 bits find the k-th largest instead: slower, never
 // different. Included by topk.cpp only.
 #pragma once
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <functional>
 #include <memory>
+#include <vector>
 
 #include "codecs/base/loops.h"
 
@@ -17,7 +21,7 @@ namespace pycomm::codecs::topk {
 struct Cut {
   uint32_t bits = 0;
   size_t ties = 0;
-  bool is_void = false;  ///< a magnitude reaches the limit of `find`
+  bool is_void = false;  ///< a magnitude reaches the limit
 };
 
 struct Source {
@@ -28,27 +32,15 @@ struct Source {
   float at(size_t i) const { return residual ? x[i] + residual[i] : x[i]; }
 };
 
-/// Magnitudes around the wanted one: all that lie between `low` and `high`.
+/// Magnitudes between which the k-th largest is likely to be, and about how many reach `low`.
 struct Bracket {
-  uint32_t low = 0;
-  uint32_t high = 0;
-  size_t expected = 0;  ///< about so many values reach `low`; known of a sampled bracket only
+  uint32_t low, high;
+  size_t expected;
 };
 
-/// Counts of one pass. `inside` has the magnitudes strictly between low and high.
-struct Counts {
-  size_t above = 0;    ///< > high
-  size_t at_high = 0;  ///< == high
-  size_t inside = 0;
-  size_t at_low = 0;  ///< == low, if low < high
-  uint32_t top = 0;   ///< the largest magnitude, if one reaches `low`
-  bool overflow = false;
-};
-
-/// Largest temporary: a sample of the tensor, then the values inside the bracket.
-constexpr size_t kRoom = 256 * 1024;
 /// Longer records are sampled; they are longer than any chunk.
 constexpr size_t kSampled = 64 * 1024;
+constexpr size_t kMostSampled = 256 * 1024;
 
 /// Values that are looked at at once. Few of those are of interest.
 constexpr size_t kAtOnce = 32;
@@ -86,59 +78,6 @@ struct Step {
   size_t n;
   alignas(64) float p[kAtOnce];
 };
-
-namespace {
-
-template <bool kFeedback>
-PYCOMM_SIMD Counts count(const Source& from, Bracket b, uint32_t* inside, size_t room) {
-  Counts counts;
-  Step step;
-  for (size_t begin = 0; begin < from.n; begin += kAtOnce) {
-    if (counts.inside + kAtOnce > room) {
-      counts.overflow = true;
-      break;
-    }
-    step.load<kFeedback>(from, begin, from.n);
-    step.for_each_from(b.low, [&](size_t, uint32_t bits) {
-      counts.top = bits > counts.top ? bits : counts.top;
-      if (bits > b.high) {
-        counts.above++;
-      } else if (bits == b.high) {
-        counts.at_high++;
-      } else if (bits == b.low) {
-        counts.at_low++;
-      } else {
-        inside[counts.inside++] = bits;
-      }
-    });
-  }
-  return counts;
-}
-
-}  // namespace
-
-/// Returns the cut of the k largest, if the bracket holds the k-th; else false.
-inline bool cut_in(const Counts& counts, Bracket b, size_t k, uint32_t* inside, Cut& cut) {
-  if (counts.overflow || k <= counts.above) return false;
-  size_t rest = k - counts.above;
-  if (rest <= counts.at_high) {
-    cut = {b.high, rest};
-    return true;
-  }
-  rest -= counts.at_high;
-  if (rest <= counts.inside) {
-    uint32_t* nth = inside + (rest - 1);
-    std::nth_element(inside, nth, inside + counts.inside, std::greater<uint32_t>());
-    const uint32_t bits = *nth;
-    const auto above = std::count_if(inside, nth, [bits](uint32_t other) { return other > bits; });
-    cut = {bits, rest - static_cast<size_t>(above)};
-    return true;
-  }
-  rest -= counts.inside;
-  if (rest > counts.at_low) return false;
-  cut = {b.low, rest};
-  return true;
-}
 
 /// Returns the cut by three histograms, of the bits from the top down.
 inline Cut radix_cut(const Source& from, size_t k, uint32_t limit) {
@@ -179,82 +118,161 @@ inline size_t sampled_place(size_t length, uint32_t random) {
   return static_cast<size_t>(uint64_t{random} * length >> 32);
 }
 
-/// Returns a bracket from a sample of runs of 16 neighbours, four standard deviations wide; `room`
-/// values of scratch.
-inline Bracket sampled_bracket(const Source& from, size_t k, uint32_t* sample, size_t room) {
+/// Returns a bracket from a sample of runs of 16 neighbours, four standard deviations wide.
+inline Bracket sampled_bracket(const Source& from, size_t k) {
   constexpr size_t kRun = 16;
-  const size_t runs = std::min(room, std::max<size_t>(4096, from.n / 256)) / kRun;
+  const size_t runs = std::min(kMostSampled, std::max<size_t>(4096, from.n / 256)) / kRun;
   const size_t stride = from.n / runs;
   // At equal distances the runs would hit the same columns of a matrix, and the bracket be wrong.
   constexpr size_t kWords = 512;
   alignas(64) uint32_t random[kWords];
-  size_t size = 0;
+  std::vector<uint32_t> sample;
+  sample.reserve(runs * kRun);
   for (size_t run = 0; run < runs; run++) {
     if (run % kWords == 0) random_block(RandomKey{}, run, kWords, random);
     const size_t begin = run * stride + sampled_place(stride - kRun + 1, random[run % kWords]);
-    for (size_t i = 0; i < kRun; i++) sample[size++] = magnitude_bits(from.at(begin + i));
+    for (size_t i = 0; i < kRun; i++) sample.push_back(magnitude_bits(from.at(begin + i)));
   }
   const double share = static_cast<double>(k) / static_cast<double>(from.n);
-  const double place = share * static_cast<double>(size);
+  const double place = share * static_cast<double>(sample.size());
   const double off = 4.0 * std::sqrt(place * (1.0 - share)) + 1.0;
+  const size_t last = std::min(sample.size() - 1, static_cast<size_t>(place + off));
   const auto first = static_cast<size_t>(std::max(place - off, 0.0));
-  const size_t last = std::min(size - 1, static_cast<size_t>(place + off));
-  const auto order = std::greater<uint32_t>();
-  std::nth_element(sample, sample + last, sample + size, order);
-  std::nth_element(sample, sample + first, sample + last, order);
+  const auto at = [&](size_t i) { return sample.begin() + static_cast<std::ptrdiff_t>(i); };
+  std::nth_element(at(0), at(last), sample.end(), std::greater<uint32_t>());
+  std::nth_element(at(0), at(first), at(last), std::greater<uint32_t>());
   // Very few are wanted: nothing in the sample is surely above them.
-  return {sample[last], place > off ? sample[first] : kInfBits, (last + 1) * (from.n / size)};
+  const uint32_t high = place > off ? *at(first) : kInfBits;
+  return {*at(last), high, (last + 1) * (from.n / sample.size())};
 }
 
-inline Counts count_around(const Source& from, Bracket b, uint32_t* inside, size_t room) {
-  return from.residual ? count<true>(from, b, inside, room) : count<false>(from, b, inside, room);
+namespace {
+
+/// Writes the values that a cut chooses, with their places, and returns their number; but stops
+/// when there is no room for kAtOnce more. If kStore, p of all goes to `new_residual`, which must
+/// not be the residual.
+template <bool kFeedback, bool kStore>
+PYCOMM_SIMD size_t collect(const Source& from, Cut cut, size_t room, float* new_residual,
+                           uint32_t* __restrict index, float* __restrict p) {
+  size_t count = 0;
+  Step step;
+  for (size_t begin = 0; begin < from.n && count + kAtOnce <= room; begin += kAtOnce) {
+    step.load<kFeedback>(from, begin, from.n);
+    if (kStore) std::memcpy(new_residual + begin, step.p, 4 * step.n);
+    step.for_each_from(cut.bits, [&](size_t i, uint32_t bits) {
+      if (bits == cut.bits && cut.ties == 0) return;
+      cut.ties -= bits == cut.bits;
+      index[count] = static_cast<uint32_t>(begin + i);
+      p[count++] = step.p[i];
+    });
+  }
+  return count;
 }
 
-/// Finder of the cuts of one record after the other.
-class Finder {
+}  // namespace
+
+/// Selects the values of one record after the other.
+class Selector {
  public:
   /// `limit`: a record with a magnitude from here on is void.
-  Finder(size_t largest_record, uint32_t limit)
-      : limit_(limit),
-        room_(std::min(largest_record + kAtOnce, kRoom)),
-        scratch_(new uint32_t[room_]) {}
+  explicit Selector(uint32_t limit) : limit_(limit) {}
 
-  /// Returns the cut of the k largest of n, 1 <= k <= n.
-  Cut find(const Source& from, size_t k) {
-    known_ = cut_by_bracket(from, k) || cut_by_radix(from, k);
-    return cut_;
+  /// Selects the k largest of n, 1 <= k <= n, and with a residual writes p of all values to
+  /// `new_residual`, which may be the residual. Returns false if the record is void; then
+  /// `new_residual` may have p or not.
+  bool select(const Source& from, size_t k, float* new_residual) {
+    float* const apart = from.residual != new_residual ? new_residual : nullptr;
+    if (!select_among_some(from, k, apart)) {
+      cut_ = radix_cut(from, k, limit_);
+      if (!cut_.is_void) collect(from, cut_, k, apart);
+    }
+    known_ = !cut_.is_void;
+    if (cut_.is_void) return false;
+    drop_others();
+    for (size_t i = 0; new_residual && !apart && i < from.n; i++) {
+      new_residual[i] = from.x[i] + new_residual[i];
+    }
+    return true;
   }
 
+  // What is selected, in the order of the indices. If the caller changes values meanwhile, it can
+  // be more or less than k.
+  size_t count() const { return count_; }
+  const uint32_t* index() const { return index_.get(); }
+  const float* p() const { return p_.get(); }
+
  private:
-  bool cut_by_bracket(const Source& from, size_t k) {
-    Bracket b;
+  /// Finds the cut among the values from a bracket on, which remain; false if that was wrong.
+  bool select_among_some(const Source& from, size_t k, float* new_residual) {
+    if (from.n <= kSampled && !known_) return false;
+    Bracket bracket{0, 0, from.n};
     if (from.n > kSampled) {
-      b = sampled_bracket(from, k, scratch_.get(), room_);
-    } else if (known_) {
+      bracket = sampled_bracket(from, k);
+    } else {
       // The cut of this chunk is likely to be near that of the chunk before: on normal values this
       // margin is 3.5 standard deviations.
       const float near = bits_float(cut_.bits);
       const float margin = 1.0f + 0.75f / std::sqrt(static_cast<float>(k));
-      b = {float_bits(near / margin), float_bits(near * margin)};
-    } else {
-      return false;
+      bracket.low = float_bits(near / margin);
+      bracket.high = float_bits(near * margin);
     }
-    const Counts counts = count_around(from, b, scratch_.get(), room_);
-    if (!cut_in(counts, b, k, scratch_.get(), cut_)) return false;
-    cut_.is_void = counts.top >= limit_;
+    const size_t room = std::min(from.n, 2 * bracket.expected + 4096);
+    if (!collect(from, {bracket.low, SIZE_MAX}, room, new_residual)) return false;
+    size_t above = 0;  // the bracket
+    uint32_t top = 0;
+    inside_.clear();
+    for (size_t i = 0; i < count_; i++) {
+      const uint32_t bits = magnitude_bits(p_[i]);
+      top = std::max(top, bits);
+      bits > bracket.high ? void(above++) : inside_.push_back(bits);
+    }
+    if (k <= above || k > count_) return false;
+    const size_t rest = k - above;
+    const auto nth = inside_.begin() + static_cast<std::ptrdiff_t>(rest - 1);
+    std::nth_element(inside_.begin(), nth, inside_.end(), std::greater<uint32_t>());
+    const auto greater = std::count_if(inside_.begin(), nth, [&](uint32_t b) { return b > *nth; });
+    cut_ = {*nth, rest - static_cast<size_t>(greater), top >= limit_};
     return true;
   }
 
-  bool cut_by_radix(const Source& from, size_t k) {
-    cut_ = radix_cut(from, k, limit_);
-    return !cut_.is_void;
+  /// Keeps the values that a cut chooses, and writes p of all to `new_residual`, which must not be
+  /// the residual, if it has memory. Returns false if they are more than there is room for.
+  bool collect(const Source& from, const Cut& cut, size_t room, float* new_residual) {
+    room += kAtOnce;
+    if (room_ < room) {
+      index_.reset(new uint32_t[room]);
+      p_.reset(new float[room]);
+      room_ = room;
+    }
+    const auto run = !from.residual ? topk::collect<false, false>
+                     : new_residual ? topk::collect<true, true>
+                                    : topk::collect<true, false>;
+    count_ = run(from, cut, room, new_residual, index_.get(), p_.get());
+    return count_ + kAtOnce <= room;
   }
 
-  uint32_t limit_;
-  size_t room_;
-  std::unique_ptr<uint32_t[]> scratch_;
+  /// Drops what the cut does not choose.
+  void drop_others() {
+    Cut cut = cut_;
+    size_t chosen = 0;
+    for (size_t i = 0; i < count_; i++) {
+      const uint32_t bits = magnitude_bits(p_[i]);
+      const bool tie = bits == cut.bits && cut.ties > 0;
+      cut.ties -= tie;
+      index_[chosen] = index_[i];
+      p_[chosen] = p_[i];
+      chosen += bits > cut.bits || tie;
+    }
+    count_ = chosen;
+  }
+
+  const uint32_t limit_;
   Cut cut_;
   bool known_ = false;  ///< cut_ is that of the previous record
+  size_t count_ = 0, room_ = 0;
+  std::unique_ptr<uint32_t[]> index_;  // as p_, not cleared: it may be large
+  std::unique_ptr<float[]> p_;
+  std::vector<uint32_t> inside_;
 };
 
 }  // namespace pycomm::codecs::topk

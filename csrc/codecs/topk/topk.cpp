@@ -6,7 +6,7 @@
 
 #include "codecs/base/launch.h"
 #include "codecs/base/options.h"
-#include "codecs/topk/collect.h"
+#include "codecs/topk/record.h"
 #include "codecs/topk/scratch.h"
 #include "core/error.h"
 
@@ -74,14 +74,13 @@ class TopK final : public Codec {
 
  private:
   void encode_cpu(const EncodeArgs& args) const override {
-    if (!format_.chunks()) return encode_whole(args);
-    Finder finder(format_.length(args.in.size), void_bits(format_.values));
+    Selector selector(void_bits(format_.values));
     uint8_t* to = args.out.data;
     for_each_record(args.in.size, [&](const Record& record, size_t first) {
-      const bool feedback = args.residual != nullptr;
-      const Source from{args.in.data + first, feedback ? args.residual + first : nullptr, record.n};
-      encode_record(record, finder.find(from, record.k), from,
-                    feedback ? args.new_residual + first : nullptr, to);
+      const float* const residual = args.residual.floats();
+      const Source from{args.in.data + first, residual ? residual + first : nullptr, record.n};
+      float* const fresh = residual ? args.residual.fresh_floats() + first : nullptr;
+      encode_record(record, selector, from, fresh, to);
       to += record.bytes;
     });
   }
@@ -95,7 +94,7 @@ class TopK final : public Codec {
   }
 
   void encode_cuda(const EncodeArgs& args) const override {
-    const bool feedback = args.residual != nullptr;
+    const bool feedback = args.has_residual();
     const Launcher to(format_, staged_params<TopkParams>(args), feedback, args.stream);
     const size_t numel = args.in.size;
     if (format_.chunks()) return to.flagged("encode_chunks", numel, kChunk / cuda::kWarps);
@@ -130,14 +129,6 @@ class TopK final : public Codec {
                   " values in one tensor; use indices=int12 beyond 2^32");
     }
     return {format_.values, format_.indices, n, format_.count(n)};
-  }
-
-  void encode_whole(const EncodeArgs& args) const {
-    const Source from{args.in.data, args.residual, args.in.size};
-    const Record whole = record(from.n);
-    std::optional<Candidates> found;
-    const Cut cut = find_cut(from, whole.k, void_bits(format_.values), args.new_residual, found);
-    write_record(whole, cut, from, args.new_residual, found, args.out.data);
   }
 
   /// Calls f(record, place of its first value) for each record.

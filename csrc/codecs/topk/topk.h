@@ -12,8 +12,6 @@ constexpr uint32_t kGroup = 256;
 /// Values of a record with int12 indices; the last of a tensor may be shorter.
 constexpr uint32_t kChunk = 4096;
 constexpr float kTop8 = 127.0f;
-/// Adding then subtracting 1.5 * 2^23 rounds to nearest, ties to even, with plain float adds.
-constexpr float kRound = 12582912.0f;
 
 enum class Values : uint8_t { float32, int8, bins2 };
 enum class Indices : uint8_t { int32, int12 };
@@ -67,9 +65,7 @@ PYCOMM_HD bool begins_with_nan(const uint8_t* record) {
 }
 
 /// int8: code as in quant. The largest magnitude of a group is below kHuge.
-PYCOMM_HD int quantize8(float p, float inv) {
-  return static_cast<int>((p * inv + kRound) - kRound);
-}
+PYCOMM_HD int quantize8(float p, float inv) { return round_nearest(p * inv); }
 PYCOMM_HD float dequantize8(int code, float scale) { return static_cast<float>(code) * scale; }
 
 /// bins2: a power of two, so that p times its inverse has the largest magnitude of its group in

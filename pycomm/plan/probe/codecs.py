@@ -61,9 +61,7 @@ class Buffers:
             "encode": lambda: codec.encode(source, numel, code),
             "decode": lambda: codec.decode(code, target, numel),
             "decode_add": lambda: codec.decode_add(code, target, numel),
-            "encode_fed": lambda: codec.encode(
-                source, numel, code, residual=residual, new_residual=residual
-            ),
+            "encode_fed": lambda: codec.encode(source, numel, code, error=(residual, residual)),
         }
         rates = {name: 4 * numel / _seconds(call, budget) for name, call in calls.items()}
         return CodecRates(**rates)

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -76,37 +75,6 @@ def conversions() -> Iterator[tuple[str, Any]]:
         )
 
 
-# Kernels with the faults that the PTX test must find. Triton's interpreter detects none.
-
-
-@triton.jit
-def divide(x_ptr, SIZE: tl.constexpr):
-    offsets = tl.arange(0, SIZE)
-    x = tl.load(x_ptr + offsets)
-    tl.store(x_ptr + offsets, 127.0 / x)
-
-
-@triton.jit
-def multiply_add(x_ptr, SIZE: tl.constexpr):
-    offsets = tl.arange(0, SIZE)
-    x = tl.load(x_ptr + offsets)
-    tl.store(x_ptr + offsets, x * x + x)
-
-
-@triton.jit
-def exponential(x_ptr, SIZE: tl.constexpr):
-    offsets = tl.arange(0, SIZE)
-    tl.store(x_ptr + offsets, tl.exp(tl.load(x_ptr + offsets)))
-
-
-def inexact_calls() -> Iterator[tuple[str, Any]]:
-    x = torch.zeros(128)
-    yield "plain-division", lambda: divide[(1,)](x, SIZE=128, enable_fp_fusion=False)
-    yield "fusion-on", lambda: multiply_add[(1,)](x, SIZE=128, enable_fp_fusion=True)
-    yield "fusion-off", lambda: multiply_add[(1,)](x, SIZE=128, enable_fp_fusion=False)
-    yield "exponential", lambda: exponential[(1,)](x, SIZE=128, enable_fp_fusion=False)
-
-
 def compile_only(compiled: list[Any]) -> None:
     """End every launch of a kernel after its compilation, and collect the compiled kernels."""
     run = JITFunction.run
@@ -129,7 +97,6 @@ def main(folder: Path, archs: list[int]) -> None:
         if name in calls_of(spec)
     ]
     work += [("convert", name, call) for name, call in conversions()]
-    work += [("inexact", name, call) for name, call in inexact_calls()]
     for arch in archs:
         driver.set_active(NoGpu(arch))
         for spec, name, call in work:

@@ -22,7 +22,7 @@ import pycomm
 from pycomm.codecs import CODECS
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.base import Codec
-from pycomm.codecs.cuda.launches import Launch, decode_launches, encode_launches
+from pycomm.codecs.cuda.launches import Launch, recorded
 from pycomm.codecs.cuda.sources import check_library, include_folder, source_file
 from tests.codecs.cases import ROTATIONS, SPECS
 from tests.compiling import GENERATED, compile_cpp
@@ -49,6 +49,22 @@ def kernels(specs: Sequence[str] = tuple(SPECS + ROTATIONS)) -> list[str]:
             launches += decode_launches(codec, payload, x, scratch, add=flag)
         names |= dict.fromkeys(launch.kernel for launch in launches)
     return list(names)
+
+
+def encode_launches(codec: Codec, args: EncodeArgs, scratch: torch.Tensor) -> list[Launch]:
+    """Return the launches that do ``Codec.encode``."""
+    addresses, at = args.addresses(), scratch.data_ptr()
+    return recorded(lambda: codec.native.encode(**addresses, stream=0, scratch=at))
+
+
+def decode_launches(
+    codec: Codec, payload: torch.Tensor, out: torch.Tensor, scratch: torch.Tensor, *, add: bool
+) -> list[Launch]:
+    """Return the launches that do ``Codec.decode`` or ``Codec.decode_add``."""
+    decode, at = codec.native.decode_add if add else codec.native.decode, scratch.data_ptr()
+    return recorded(
+        lambda: decode(payload.data_ptr(), out.data_ptr(), out.numel(), stream=0, scratch=at)
+    )
 
 
 def encode(codec: Codec, args: EncodeArgs) -> None:

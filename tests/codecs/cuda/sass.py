@@ -20,7 +20,6 @@ from __future__ import annotations
 import csv
 import ctypes
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,10 +35,11 @@ import pycomm
 from pycomm import _C
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.base import Codec
-from pycomm.codecs.cuda.launches import Launch, decode_launches, encode_launches, recorded
-from pycomm.codecs.cuda.sources import include_folder, source_file
+from pycomm.codecs.cuda.launches import Launch, recorded
+from pycomm.codecs.cuda.sources import source_file
+from tests.codecs.cuda.emulated import decode_launches, encode_launches
 from tests.codecs.cuda.known import decided
-from tests.codecs.cuda.ptx import cuobjdump
+from tests.codecs.cuda.ptx import cuobjdump, run_nvcc
 
 LINE = re.compile(
     r"^\s*/\*([0-9a-f]{4,6})\*/\s+(@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*);", re.MULTILINE
@@ -241,7 +241,7 @@ def arguments_of(spec: str, op: str) -> dict[str, bytes]:
 def _with_feedback(codec: Codec, x: torch.Tensor, payload: torch.Tensor) -> list[Launch]:
     old, fresh = (torch.zeros(NUMEL, dtype=torch.bfloat16) for _ in range(2))
     return recorded(
-        lambda: codec.native.encode_fed(
+        lambda: codec.native.encode(
             x.data_ptr(),
             x.numel(),
             payload.data_ptr(),
@@ -249,10 +249,7 @@ def _with_feedback(codec: Codec, x: torch.Tensor, payload: torch.Tensor) -> list
             storage=_C.FeedbackStorage.bf16,
             decay=1.0,
             error=(old.data_ptr(), fresh.data_ptr()),
-            momentum=(0, 0),
-            scratch=_C.FeedbackScratch(),
             stream=0,
-            room=(0, 0),
         )
     )
 
@@ -273,30 +270,23 @@ def _completed(launch: Launch, payload: torch.Tensor, average: bool) -> bytes:
 # ------------------------------------------------------------------ counts
 
 
-def compile_kernels(nvcc: str, source: str, kernels: list[str], arch: int, folder: Path) -> Path:
+def compile_kernels(source: str, kernels: list[str], arch: int, folder: Path) -> Path:
     """Compile some kernels of a .cu file of csrc, by their names in its table."""
-    file, cubin = folder / f"{source}-{arch}.cu", folder / f"{source}-{arch}.cubin"
+    file = folder / f"{source}-{arch}.cu"
     table = ", ".join(f"reinterpret_cast<const void*>({kernel})" for kernel in kernels)
     file.write_text(
         '#define PYCOMM_KERNELS(...) static_assert(true, "")\n'  # in place of the whole table
         f'#include "{source_file(source)}"\n'
         f"namespace pycomm::codecs {{ const void* const compiled[] = {{{table}}}; }}\n"
     )
-    words = ("-std=c++17", "-O3", "-fmad=false", f"-I{include_folder()}", f"-arch=sm_{arch}")
-    done = subprocess.run(
-        [nvcc, *words, "-cubin", "-o", str(cubin), str(file)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return cubin
+    run_nvcc(file, folder, [arch])
+    return file.with_suffix(".o")
 
 
-def functions(cubin: Path, what: str) -> dict[str, str]:
+def functions(binary: Path, what: str) -> dict[str, str]:
     """Return what cuobjdump says of each kernel, by its name in the table of its .cu file."""
     said = subprocess.run(
-        [str(cuobjdump()), what, str(cubin)], check=True, capture_output=True, text=True
+        [str(cuobjdump()), what, str(binary)], check=True, capture_output=True, text=True
     ).stdout
     mangled, texts = (re.split(r"Function\s*:?\s+(\w+)", said)[part::2] for part in (1, 2))
     names = subprocess.run(
@@ -311,9 +301,9 @@ def functions(cubin: Path, what: str) -> dict[str, str]:
     return dict(zip(short, texts, strict=True))
 
 
-def count(cubin: Path, rows: list[Budget]) -> list[Counts]:
+def count(binary: Path, rows: list[Budget]) -> list[Counts]:
     """Return the counts of each kernel, on its path with the given accesses."""
-    sass, usage = functions(cubin, "--dump-sass"), functions(cubin, "--dump-resource-usage")
+    sass, usage = functions(binary, "--dump-sass"), functions(binary, "--dump-resource-usage")
     known = {call.call: call for call in calls()}
     counts = []
     for row in rows:
@@ -352,14 +342,14 @@ def calls() -> list[Call]:
         ]
 
 
-def counted(nvcc: str, rows: list[Budget]) -> Iterator[tuple[Budget, Counts]]:
+def counted(rows: list[Budget]) -> Iterator[tuple[Budget, Counts]]:
     """Compile the kernels of budgets of one arch, and yield each with its counts."""
     with tempfile.TemporaryDirectory() as folder:
         for source in dict.fromkeys(row.source for row in rows):
             own = [row for row in rows if row.source == source]
             kernels = list(dict.fromkeys(row.kernel for row in own))
-            cubin = compile_kernels(nvcc, source, kernels, own[0].arch, Path(folder))
-            yield from zip(own, count(cubin, own), strict=True)
+            binary = compile_kernels(source, kernels, own[0].arch, Path(folder))
+            yield from zip(own, count(binary, own), strict=True)
 
 
 def write(path: Path, lines: list[list[str]]) -> None:
@@ -379,15 +369,14 @@ def summary(rows: list[Budget]) -> list[list[str]]:
 
 def main() -> None:
     """Write the counts as they are, of the archs in the command or of those in the file."""
-    nvcc, old = shutil.which("nvcc"), budgets()
-    assert nvcc is not None, "there is no nvcc"
+    old = budgets()
     known = list(dict.fromkeys(row.arch for row in old))
     first = [row for row in old if row.arch == known[0]]
     lines = [[*Budget._fields[:-1], *Counts._fields]]
     new = []
     for arch in map(int, sys.argv[1:]) if len(sys.argv) > 1 else known:
         of_arch = [row for row in old if row.arch == arch]
-        for row, counts in counted(nvcc, of_arch or [row._replace(arch=arch) for row in first]):
+        for row, counts in counted(of_arch or [row._replace(arch=arch) for row in first]):
             new.append(row._replace(most=counts))
             text = " ".join(f"{kind}={n}" for kind, n in row.accesses.items())
             fields = (arch, row.call, row.source, row.kernel, text, row.values, row.part, *counts)

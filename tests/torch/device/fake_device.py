@@ -19,9 +19,7 @@ import torch.distributed as dist
 from torch.utils.cpp_extension import include_paths, library_paths
 
 from pycomm.codecs import implementations
-from pycomm.codecs.args import EncodeArgs
-from pycomm.codecs.base import Codec
-from pycomm.codecs.cuda.launches import Launch, decode_launches, encode_launches, make_scratch
+from pycomm.codecs.cuda.launches import Launch
 from tests.codecs.cuda import emulated
 from tests.compiling import GENERATED, compile_cpp
 from tests.torch.harness import equal
@@ -33,7 +31,7 @@ GROUP = "cpu:pycomm,fakegpu:pycomm"
 SOURCE = Path(__file__).with_suffix(".cpp")
 
 
-class Kernels:
+class Kernels(implementations.Native):
     """The codecs' CUDA kernels on the device, as `pycomm.codecs.cuda.nvrtc` launches them."""
 
     def launch(self, launches: list[Launch], device: torch.device) -> None:
@@ -41,14 +39,6 @@ class Kernels:
         for each in launches:
             argument = torch.frombuffer(bytearray(each.params), dtype=torch.uint8)
             torch.ops.fakegpu.launch(run, each.kernel, each.blocks, argument)
-
-    def encode(self, codec: Codec, args: EncodeArgs) -> None:
-        scratch = make_scratch(codec, args.x)
-        self.launch(encode_launches(codec, args, scratch), args.x.device)
-
-    def decode(self, codec: Codec, payload: torch.Tensor, out: torch.Tensor, *, add: bool) -> None:
-        scratch = make_scratch(codec, out)
-        self.launch(decode_launches(codec, payload, out, scratch, add=add), out.device)
 
 
 @contextlib.contextmanager

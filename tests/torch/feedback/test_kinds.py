@@ -46,15 +46,14 @@ def fed_by_cpp(
 ) -> torch.Tensor:
     """Return the payload of C++, which reads and writes residuals at these addresses."""
     payload = torch.empty(codec.encoded_bytes(x.numel()), dtype=torch.uint8)
-    codec.native.encode_fed(
+    codec.native.encode(
         x.data_ptr(),
         x.numel(),
         payload.data_ptr(),
         kind=_C.FeedbackKind.__members__[rule.kind],
         storage=_C.FeedbackStorage.__members__[rule.storage],
         decay=rule.decay,
-        scratch=_C.FeedbackScratch(),
-        **{"momentum": (0, 0), **addresses},
+        **addresses,
     )
     return payload
 

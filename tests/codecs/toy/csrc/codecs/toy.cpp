@@ -12,7 +12,7 @@ class Toy final : public Codec {
  public:
   std::string_view name() const override { return "toy"; }
   std::string spec() const override { return "toy"; }
-  bool fuses_residual() const override { return true; }
+  bool takes_stored(Device device) const override { return device == Device::cuda; }
   int wire_version() const override { return 1; }
   size_t granule() const override { return 2; }
   size_t encoded_bytes(size_t numel) const override { return toy::encoded_bytes(numel); }
@@ -20,11 +20,13 @@ class Toy final : public Codec {
  private:
   void encode_cpu(const EncodeArgs& args) const override {
     auto* codes = reinterpret_cast<uint16_t*>(args.out.data);
+    const float* const residual = args.residual.floats();
+    float* const fresh = args.residual.fresh_floats();
     for (size_t i = 0; i < args.in.size; i++) {
-      const float before = args.residual ? args.residual[i] : 0.0f;
-      const float p = args.residual ? args.in[i] + before : args.in[i];
+      const float before = residual ? residual[i] : 0.0f;
+      const float p = residual ? args.in[i] + before : args.in[i];
       codes[i] = toy::encode(p);
-      if (args.residual) args.new_residual[i] = residual_of(p, toy::decode(codes[i]), before);
+      if (residual) fresh[i] = residual_of(p, toy::decode(codes[i]), before);
     }
     zero_padding(args.out, 2 * args.in.size);
   }
