@@ -17,7 +17,6 @@ from pycomm.codecs.eden import Eden
 from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.lossless import Lossless
 from pycomm.codecs.mx import MX
-from pycomm.codecs.powersgd import PowerSGD
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.sign import Sign
 from pycomm.codecs.topk import TopK
@@ -26,12 +25,10 @@ __all__ = [
     "ALIASES",
     "CODECS",
     "MX",
-    "SCHEMES",
     "Cast",
     "Codec",
     "Eden",
     "Lossless",
-    "PowerSGD",
     "Quant",
     "RandomKey",
     "Sign",
@@ -52,12 +49,6 @@ CODECS: dict[str, type[Codec]] = {
     "quant": Quant,
     "sign": Sign,
     "topk": TopK,
-}
-
-# Codecs whose ranks combine payloads by collectives of their own (combine "factors"): a hook runs
-# them, in torch, and there is no other implementation.
-SCHEMES: dict[str, type[Codec]] = {
-    "powersgd": PowerSGD,
 }
 
 # Short names, which may be followed by more options: "int4:block=64". The table is the core's.
@@ -106,7 +97,7 @@ def register(cls: _Class) -> _Class:
         raise ValueError(f'{cls.__name__}.combine must be "recode" or "gather"')
     if not isinstance(getattr(cls, "wire_version", None), int):
         raise TypeError(f"{cls.__name__}.wire_version must be a whole number")
-    other = CODECS.get(name) or SCHEMES.get(name) or _registered.get(name)
+    other = CODECS.get(name) or _registered.get(name)
     again = other is not None and (other.__module__, other.__qualname__) == (
         cls.__module__,
         cls.__qualname__,  # as where a notebook's cell runs twice
@@ -172,9 +163,15 @@ def codec(text: str | Codec) -> Codec:
     if name in ALIASES:
         name, _, first = ALIASES[name].partition(":")
         given.insert(0, first)
-    cls = CODECS.get(name) or SCHEMES.get(name) or _registered.get(name)
+    cls = CODECS.get(name) or _registered.get(name)
     if cls is None:
-        known = sorted([*CODECS, *SCHEMES, *ALIASES, *_registered])
+        if name == "powersgd":
+            raise ValueError(
+                "codec powersgd is not a part of pycomm any more: register torch's powerSGD_hook "
+                "(torch.distributed.algorithms.ddp_comm_hooks) with a DDP model in a group of "
+                "init_process_group(\"pycomm\")"
+            )
+        known = sorted([*CODECS, *ALIASES, *_registered])
         meant = guess(name, known)
         the = f"{meant}The" if meant else "the"
         raise ValueError(f"unknown codec {name!r}: {the} codecs are {', '.join(known)}")

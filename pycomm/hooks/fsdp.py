@@ -234,8 +234,6 @@ class ReplicaHook(Comm):
             names, later = self._unit.trained(), self._unit.only_views(reduce_output)
             self.hooks.enter(names)
             future = (self.reducer.transform or self.reducer).reduce(reduce_output, names)
-            if not later:
-                self.reducer.exchanges.finish()
             self.hooks.wait(partial(self.reducer.wait, future), later=later)
         else:
             dist.all_reduce(reduce_output, group=self.reducer.process_group)

@@ -242,13 +242,6 @@ MUTANTS = (
         "torch/hooks/test_policy.py::test_of_every_kind_of_feedback_nothing_stays",
     ),
     Mutant(
-        "powersgd-exact-pieces-owe-again",
-        "pycomm/reduction/powersgd.py::Exchanges._average",
-        "piece.residual.store_worker(torch.zeros_like(target))",
-        "pass",
-        "torch/reduction/test_two_shot.py::test_an_exact_piece_sends_its_residual_once",
-    ),
-    Mutant(
         "written-side-never-current",
         "pycomm/feedback/residual.py::Residual.commit",
         "        self.side = 1 - self.side\n",

@@ -113,20 +113,26 @@ def resizing_hook(state, bucket):  # DDP would compare annotations with the type
 
 @on_ranks(2)
 def test_hooks_of_torch_reduce_alike(rank, size):
-    """Hooks of torch, of which one makes its bucket larger."""
+    """Hooks of torch in several buckets, of which one makes them larger."""
     hooks = (
         (None, default_hooks.fp16_compress_hook),
         (powerSGD_hook.PowerSGDState(None, 1, 2), powerSGD_hook.powerSGD_hook),
         (None, resizing_hook),
     )
     for state, hook in hooks:
-        net = DistributedDataParallel(model())
-        net.register_comm_hook(state, hook)
+        net, buckets = DistributedDataParallel(model(), bucket_cap_mb=1e-4), set()
+
+        def counted(state, bucket, hook=hook, buckets=buckets):
+            buckets.add(bucket.index())
+            return hook(state, bucket)
+
+        net.register_comm_hook(state, counted)
         for _ in range(4):
             net(torch.full((2, 9), rank + 1.0)).sum().backward()
         gradients = torch.cat([p.grad.reshape(-1) for p in net.parameters()])  # type: ignore[union-attr]
         everybody = [torch.zeros_like(gradients) for _ in range(size)]
         dist.all_gather(everybody, gradients)
+        assert len(buckets) > 1
         assert torch.equal(everybody[0], everybody[1])
         assert gradients.isfinite().all()
 
