@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from fractions import Fraction
 from functools import cache
@@ -175,14 +176,23 @@ def codec(text: str | Codec) -> Codec:
         meant = guess(name, known)
         the = f"{meant}The" if meant else "the"
         raise ValueError(f"unknown codec {name!r}: {the} codecs are {', '.join(known)}")
-    return cls(**_options(name, cls, given))
+    return cls(**options(name, _hints(cls), given))
 
 
-def _options(name: str, cls: type[Codec], given: list[str]) -> dict[str, Any]:
-    hints = _hints(cls)
-    known = [field.name for field in fields(cls)]
+def options(name: str, hints: Mapping[str, Any], given: Sequence[str]) -> dict[str, Any]:
+    """Return the values of options, the first of which may be given by its value alone.
+
+    Args:
+        name: of what has the options.
+        hints: their types by name, in order.
+        given: texts, "option=value".
+
+    Raises:
+        ValueError: an unknown option, one that is given twice, or no value that it can have.
+    """
+    known = list(hints)
     listed = f"{name} has the options {', '.join(known)}" if known else f"{name} has no options"
-    options: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for place, item in enumerate(given):
         option, equals, value = item.partition("=")
         if not equals:
@@ -192,15 +202,16 @@ def _options(name: str, cls: type[Codec], given: list[str]) -> dict[str, Any]:
         if option not in known:
             meant = guess(option, known)
             raise ValueError(f"{name}: unknown option {option!r}; {meant}{listed}")
-        if option in options:
+        if option in found:
             raise ValueError(f"{name}: {option} is given twice: leave one out")
-        options[option] = _convert(name, option, value, hints[option])
-    return options
+        found[option] = _convert(name, option, value, hints[option])
+    return found
 
 
 @cache
 def _hints(cls: type[Codec]) -> dict[str, Any]:
-    return get_type_hints(cls)
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls)}
 
 
 def _convert(name: str, option: str, value: str, hint: Any) -> Any:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from pycomm.arguments import guess, number, put, typed
-from pycomm.codecs import Cast, Codec
+from pycomm.codecs import Cast, Codec, options
 
 Kind = Literal["residual", "decay", "momentum"]
 StorageName = Literal["float32", "bf16", "int8", "auto"]
@@ -106,23 +105,6 @@ class Feedback:
         if not isinstance(what, str):
             return cls() if what else None
         kind, _, rest = what.partition(":")
-        options: dict[str, Any] = {}
-        for place, item in enumerate(option for option in rest.split(",") if option):
-            option, equals, value = item.partition("=")
-            if not equals and place == 0:
-                option, value = "decay", item
-            options[option] = _value(option, value)
-        return cls(kind, **options)  # type: ignore[arg-type]  # __post_init__ checks it
-
-
-_TYPES: dict[str, Callable[[str], Any]] = {"decay": float, "storage": str}
-
-
-def _value(option: str, text: str) -> Any:
-    if option not in _TYPES:
-        meant = guess(option, _TYPES)
-        raise ValueError(f"feedback: unknown option {option!r}; {meant}it has {', '.join(_TYPES)}")
-    try:
-        return _TYPES[option](text)
-    except ValueError:
-        raise ValueError(f"feedback: {option}={text!r} is not a value it can have") from None
+        given = [option for option in rest.split(",") if option]
+        found = options("feedback", {"decay": float, "storage": str}, given)
+        return cls(kind, **found)  # type: ignore[arg-type]  # __post_init__ checks it

@@ -265,7 +265,7 @@ class BucketReducer:
         for residual in bucket.residuals:
             if residual is not None and (residual.in_place or residual.layouts != bucket.layouts):
                 self.settle_deferred()
-                self._use(bucket.pieces, bucket, tensor)
+                self._use(bucket, tensor)
                 break
         step.pieces.update(bucket.with_residual)
         step.flushed |= bucket.flushed
@@ -419,7 +419,9 @@ class BucketReducer:
         if self.factors.sums is not None:
             self.factors.look(input, bucket, self.matrix)
         divided = bool(self.factors.current) and self._divide(input, bucket)
-        self._use(bucket.pieces, bucket, input)
+        self._use(bucket, input)
+        step.pieces.update(bucket.with_residual)
+        step.flushed |= bucket.flushed
         probe = self.plan.probe(
             input, bucket.pieces, self._residual_of, rows=self.layout.rows, average=average
         )
@@ -448,20 +450,17 @@ class BucketReducer:
 
         return wait
 
-    def _use(self, pieces: Sequence[BucketPiece], bucket: Bucket, tensor: torch.Tensor) -> None:
-        """Prepare the residuals of these pieces, which take part in this step."""
+    def _use(self, bucket: Bucket, tensor: torch.Tensor) -> None:
+        """Prepare the residuals of a bucket that is reduced in this step."""
         ranks, gradient = self.process_group.size(), None
-        for piece in pieces:
+        for name, piece in bucket.with_residual.items():
             residual = piece.residual
-            if residual is not None:
+            if residual is not None and (residual.in_place or residual.layouts != bucket.layouts):
                 if bucket.levels:
                     rows = tensor.view(bucket.rows, -1)
                     gradient = rows[:, piece.offset : piece.offset + piece.numel]
-                if residual.in_place or residual.layouts != [bucket.layout, bucket.layout]:
-                    residual.use(bucket.layout, ranks, gradient, bucket.spans[piece.name])
-                self.step.pieces[piece.name] = piece
+                residual.use(bucket.layout, ranks, gradient, bucket.spans[name])
         bucket.follow_memory()
-        self.step.flushed |= bucket.flushed
 
     def is_fed(self, names: Sequence[str]) -> bool:
         """Return whether feedback adds to these gradients, even in a group of one rank."""

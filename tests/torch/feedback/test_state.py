@@ -380,9 +380,8 @@ def test_a_failure_of_a_saved_bucket_is_raised():
         [("a", "b")], {"a": 2, "b": 3}.__getitem__, reduce, lambda future: future.wait()
     )
     assert not buckets.reduce(torch.ones(3), ("b",), last=False).done()
-    buckets.reduce(torch.ones(2), ("a",), last=True)
     with pytest.raises(pycomm.Error, match="gone"):
-        buckets.finish()
+        buckets.reduce(torch.ones(2), ("a",), last=True)
 
 
 # ------------------------------------------------------------------------------ discarded gradients
