@@ -517,9 +517,6 @@ class CompressionState:
             self.discarded.end(step.pieces, elsewhere=step.absent)
         if self.transform is not None:
             self.transform.step_ended()
-        for wait in step.waits:
-            wait()
-        step.waits.clear()
         _, *shared = reducer.layout.groups(self.process_group)
         if shared:
             verdict = torch.tensor(reducer.all_finite(), dtype=torch.uint8, device=reducer.device)

@@ -131,16 +131,6 @@ MUTANTS = (
         "",
         "transports/tcp/test_reconnect.py::test_a_request_to_connect_that_was_cut_off_is_repeated",
     ),
-    Mutant(
-        "backward-ends-before-its-collectives",
-        "pycomm/reduction/state.py::CompressionState.end_step",
-        "        for wait in step.waits:\n            wait()\n",
-        "        for _ in step.waits:\n            pass\n",
-        (
-            "torch/fsdp/test_compress.py::test_accumulation "
-            "torch/fsdp/test_compress.py::test_exact_gradients_are_those_without_a_codec"
-        ),
-    ),
     # --------------------------------------------- orders: of sums, messages, ranks, random numbers
     Mutant(
         "second-key-word-of-many-not-raised",
