@@ -49,7 +49,6 @@ def compress_shards(
 
     Raises:
         Error: parts of the model are reduced in different groups, or are compressed already.
-        ValueError: a codec whose payloads cannot be reduce-scattered.
         WireMismatch: ranks have different models or codecs.
     """
     found = list(units(model))

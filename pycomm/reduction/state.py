@@ -164,8 +164,8 @@ class CompressionState:
                 count from the start of training.
 
         Raises:
-            ValueError: an unknown codec, or one that this wrapper or feedback cannot use; the state
-                is unchanged.
+            ValueError: an unknown codec, or of a coded momentum one that it cannot use; the state is
+                unchanged.
             WireMismatch: ranks were given different codecs or policies.
         """
         self.settle()
