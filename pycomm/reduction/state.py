@@ -164,7 +164,7 @@ class CompressionState:
                 count from the start of training.
 
         Raises:
-            ValueError: an unknown codec, or of a coded momentum one that it cannot use; the state is
+            ValueError: an unknown codec, or one that a coded momentum cannot use; the state is
                 unchanged.
             WireMismatch: ranks were given different codecs or policies.
         """

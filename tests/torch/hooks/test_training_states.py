@@ -132,18 +132,18 @@ def test_copies_and_whole_models_in_files(rank, size):
     assert equal(values(twin), values(exact))
     assert equal(values(loaded), values(exact))
     for other in (twin, loaded):
-        again = pycomm.compress(other, spec)
+        again = pycomm.compress(other, "int8")
         train(other, rank, range(4, 6))
         assert alike(*other.parameters())
         assert again.step == 2
     with pytest.raises(pycomm.Error, match="compressed already"):
-        pycomm.compress(model, spec)
+        pycomm.compress(model, "int8")
 
     # A state that was pickled by itself keeps its residuals.
     kept = pickle.loads(pickle.dumps(state))
     assert isinstance(kept, DetachedState)
     fresh = DistributedDataParallel(copy.deepcopy(model.module))
-    resumed = pycomm.compress(fresh, spec)
+    resumed = pycomm.compress(fresh, "int8")
     resumed.load_state_dict(kept.state_dict())
     assert resumed.residual_norms() == state.residual_norms()
     with pytest.raises(pycomm.Error, match="a copy of a model has no residuals"):
