@@ -170,7 +170,7 @@ def codec(text: str | Codec) -> Codec:
             raise ValueError(
                 "codec powersgd is not a part of pycomm any more: register torch's powerSGD_hook "
                 "(torch.distributed.algorithms.ddp_comm_hooks) with a DDP model in a group of "
-                "init_process_group(\"pycomm\")"
+                'init_process_group("pycomm")'
             )
         known = sorted([*CODECS, *ALIASES, *_registered])
         meant = guess(name, known)

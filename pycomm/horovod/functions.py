@@ -14,6 +14,7 @@ from pycomm.horovod.operations import broadcast_async_
 from pycomm.policy.exchange import device_of
 from pycomm.reduction import members
 
+
 def broadcast_parameters(
     params: Mapping[str, torch.Tensor] | Iterable[torch.Tensor | tuple[Any, torch.Tensor]],
     root_rank: int = 0,

@@ -202,8 +202,8 @@ class GradientReducer:
         named.reverse()
         tensors: list[torch.Tensor] = [parameter for _, parameter in named]
         sizes = [_DEFAULT_FIRST_BUCKET_BYTES, BUCKET_BYTES]
-        for group in _compute_bucket_assignment_by_size(tensors, sizes)[0] if named else ():
-            bucket = GradientBucket([named[n][1] for n in group], [named[n][0] for n in group])
+        for numbers in _compute_bucket_assignment_by_size(tensors, sizes)[0] if named else ():
+            bucket = GradientBucket([named[n][1] for n in numbers], [named[n][0] for n in numbers])
             self._buckets.append(bucket)
             self._place.update(dict.fromkeys(bucket.parameters, bucket))
         self._new = []

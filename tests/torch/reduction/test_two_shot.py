@@ -274,5 +274,3 @@ def test_runs_that_cannot_be_cut_so():
     for begin, end in [(32, 64), (64, 100), (64, 1001), (1024, 1100), (1, 1000)]:
         with pytest.raises(Error, match="cannot be cut"):
             Batched(bucket, ExchangePlan([[Run(piece, begin, end)]]), Alone(), cpu)
-
-
