@@ -97,11 +97,6 @@ def test_gradients_flow_through_collectives(rank, size):
     assert all(part.grad is not None and part.grad.tolist() == [2.0] * 2 for part in given)
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(9, 7), nn.Linear(7, 1))
-
-
 def resizing_hook(state, bucket):  # DDP would compare annotations with the types
     """Make the bucket larger for a while, as torch's batched_powerSGD_hook does."""
     buffer = bucket.buffer()
@@ -120,7 +115,8 @@ def test_hooks_of_torch_reduce_alike(rank, size):
         (None, resizing_hook),
     )
     for state, hook in hooks:
-        net, buckets = DistributedDataParallel(model(), bucket_cap_mb=1e-4), set()
+        layers = nn.Sequential(nn.Linear(9, 70), nn.Linear(70, 300))
+        net, buckets = DistributedDataParallel(layers, bucket_cap_mb=0.02), set()
 
         def counted(state, bucket, hook=hook, buckets=buckets):
             buckets.add(bucket.index())
