@@ -58,7 +58,7 @@ def compress(
     Raises:
         TypeError: no wrapper of the model reduces gradients through hooks, or an argument has
             another type.
-        ValueError: an unknown codec, bad options, or a codec that this wrapper cannot use.
+        ValueError: an unknown codec, or bad options.
         WireMismatch: ranks have different models or codecs; the text names them.
         Error: the model already has a communication hook, or its reducer takes none; or DeepSpeed
             reduces in a way that cannot be compressed.

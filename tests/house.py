@@ -147,7 +147,7 @@ def report(root: Path) -> str:
         "tracked files": len(files),
         "public names": len(entries(root / "pycomm/__init__.py", "_HOMES")),
         "environment variables": len(variables(root)),
-        "codecs": len(entries(codecs, "CODECS") + entries(codecs, "SCHEMES")),
+        "codecs": len(entries(codecs, "CODECS")),
         "feedback kinds": len(entries(root / "pycomm/feedback/rule.py", "Kind")),
         "words of docs": sum(len(page.read_text().split()) for page in pages),
         "class names defined twice": len(twice),

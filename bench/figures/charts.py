@@ -18,7 +18,6 @@ KIND_METHODS = (
     "EDEN 2 bits of 128",
     "coded momentum, sign",
     "coded momentum, top-k 1 %",
-    "PowerSGD rank 4",
     "LocalSGD, int4",
 )
 BACKENDS = {

@@ -217,7 +217,6 @@ METHODS = (
             ("top-k 1 %", TOP_1),
         )
     ),
-    Method("pycomm, PowerSGD rank 4", codec="powersgd:4"),
     Method("pycomm, auto", codec="auto"),
     Method("Gloo, FSDP2", "gloo", sharded=True),
     Method("pycomm, FSDP2", sharded=True),

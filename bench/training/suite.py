@@ -47,7 +47,6 @@ METHODS = {
         Method("sign", codec="sign"),
         Method("coded momentum, sign", momentum="sign"),
         Method("coded momentum, top-k 1 %", momentum=TOP_1),
-        Method("PowerSGD rank 4", codec="powersgd:4"),
         Method("LocalSGD, int4", local=LOCAL),
         # By default residuals of tensors as small as these are float32.
         Method("int4, residuals in bf16", codec="int4", feedback="residual:storage=bf16"),

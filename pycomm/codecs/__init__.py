@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from fractions import Fraction
 from functools import cache
@@ -17,7 +18,6 @@ from pycomm.codecs.eden import Eden
 from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.lossless import Lossless
 from pycomm.codecs.mx import MX
-from pycomm.codecs.powersgd import PowerSGD
 from pycomm.codecs.quant import Quant
 from pycomm.codecs.sign import Sign
 from pycomm.codecs.topk import TopK
@@ -26,12 +26,10 @@ __all__ = [
     "ALIASES",
     "CODECS",
     "MX",
-    "SCHEMES",
     "Cast",
     "Codec",
     "Eden",
     "Lossless",
-    "PowerSGD",
     "Quant",
     "RandomKey",
     "Sign",
@@ -52,12 +50,6 @@ CODECS: dict[str, type[Codec]] = {
     "quant": Quant,
     "sign": Sign,
     "topk": TopK,
-}
-
-# Codecs whose ranks combine payloads by collectives of their own (combine "factors"): a hook runs
-# them, in torch, and there is no other implementation.
-SCHEMES: dict[str, type[Codec]] = {
-    "powersgd": PowerSGD,
 }
 
 # Short names, which may be followed by more options: "int4:block=64". The table is the core's.
@@ -106,7 +98,7 @@ def register(cls: _Class) -> _Class:
         raise ValueError(f'{cls.__name__}.combine must be "recode" or "gather"')
     if not isinstance(getattr(cls, "wire_version", None), int):
         raise TypeError(f"{cls.__name__}.wire_version must be a whole number")
-    other = CODECS.get(name) or SCHEMES.get(name) or _registered.get(name)
+    other = CODECS.get(name) or _registered.get(name)
     again = other is not None and (other.__module__, other.__qualname__) == (
         cls.__module__,
         cls.__qualname__,  # as where a notebook's cell runs twice
@@ -172,20 +164,35 @@ def codec(text: str | Codec) -> Codec:
     if name in ALIASES:
         name, _, first = ALIASES[name].partition(":")
         given.insert(0, first)
-    cls = CODECS.get(name) or SCHEMES.get(name) or _registered.get(name)
+    cls = CODECS.get(name) or _registered.get(name)
     if cls is None:
-        known = sorted([*CODECS, *SCHEMES, *ALIASES, *_registered])
+        if name == "powersgd":
+            raise ValueError(
+                "codec powersgd is not a part of pycomm any more: register torch's powerSGD_hook "
+                "(torch.distributed.algorithms.ddp_comm_hooks) with a DDP model in a group of "
+                'init_process_group("pycomm")'
+            )
+        known = sorted([*CODECS, *ALIASES, *_registered])
         meant = guess(name, known)
         the = f"{meant}The" if meant else "the"
         raise ValueError(f"unknown codec {name!r}: {the} codecs are {', '.join(known)}")
-    return cls(**_options(name, cls, given))
+    return cls(**options(name, _hints(cls), given))
 
 
-def _options(name: str, cls: type[Codec], given: list[str]) -> dict[str, Any]:
-    hints = _hints(cls)
-    known = [field.name for field in fields(cls)]
+def options(name: str, hints: Mapping[str, Any], given: Sequence[str]) -> dict[str, Any]:
+    """Return the values of options, the first of which may be given by its value alone.
+
+    Args:
+        name: of what has the options.
+        hints: their types by name, in order.
+        given: texts, "option=value".
+
+    Raises:
+        ValueError: an unknown option, one that is given twice, or no value that it can have.
+    """
+    known = list(hints)
     listed = f"{name} has the options {', '.join(known)}" if known else f"{name} has no options"
-    options: dict[str, Any] = {}
+    found: dict[str, Any] = {}
     for place, item in enumerate(given):
         option, equals, value = item.partition("=")
         if not equals:
@@ -195,15 +202,16 @@ def _options(name: str, cls: type[Codec], given: list[str]) -> dict[str, Any]:
         if option not in known:
             meant = guess(option, known)
             raise ValueError(f"{name}: unknown option {option!r}; {meant}{listed}")
-        if option in options:
+        if option in found:
             raise ValueError(f"{name}: {option} is given twice: leave one out")
-        options[option] = _convert(name, option, value, hints[option])
-    return options
+        found[option] = _convert(name, option, value, hints[option])
+    return found
 
 
 @cache
 def _hints(cls: type[Codec]) -> dict[str, Any]:
-    return get_type_hints(cls)
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls)}
 
 
 def _convert(name: str, option: str, value: str, hint: Any) -> Any:

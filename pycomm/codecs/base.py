@@ -8,7 +8,6 @@ bytes.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from pycomm import _C
 
 # How the payloads of several ranks are combined: docs/architecture.md, "Combining payloads".
-Combine = Literal["recode", "gather", "factors"]
+Combine = Literal["recode", "gather"]
 # A tensor, or any object that torch.from_dlpack takes without a copy, such as a CuPy array.
 Array = Any
 
@@ -66,10 +65,6 @@ class Codec(ABC):
         one may overshoot, so residuals would grow.
         """
         return False
-
-    def fit(self, shape: Sequence[int]) -> Codec:
-        """Return the codec for a parameter of this shape: itself, unless the shape matters."""
-        return self
 
     def implementation(self, device: str) -> Implementation:
         """Return the implementation that runs this codec on a device type."""

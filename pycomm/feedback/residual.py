@@ -190,21 +190,13 @@ class Residual:
         whole = [self.values(role, self.side, row, 0, self.numel) for row in range(rows)]
         return torch.cat(whole) if rows > 1 else whole[0]
 
-    def load_worker(self, row: int = 0) -> torch.Tensor:
-        """Return a row of the worker residual before this step, float32 [numel]."""
-        return self.values("worker", self.sides[0], row, 0, self.numel)
-
     def stored_worker(self, row: int = 0) -> torch.Tensor:
-        """Return the same as it is stored."""
+        """Return a row of the worker residual before this step as it is stored."""
         return self.stored("worker", self.sides[0], row, 0, self.numel)
 
     def fresh_worker(self, row: int = 0) -> torch.Tensor:
         """Return a row of the worker residual after this step as it is stored."""
         return self.stored("worker", self.sides[1], row, 0, self.numel)
-
-    def store_worker(self, values: torch.Tensor, row: int = 0) -> None:
-        """Write a row of the worker residual after this step, float32 [numel]."""
-        storage.store(values, self.fresh_worker(row))
 
     def use(
         self,

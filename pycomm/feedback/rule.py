@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from pycomm.arguments import guess, number, put, typed
-from pycomm.codecs import Cast, Codec
+from pycomm.codecs import Cast, Codec, options
 
 Kind = Literal["residual", "decay", "momentum"]
 StorageName = Literal["float32", "bf16", "int8", "auto"]
 
 LARGE = 1 << 16
-"""Number of values from which "auto" keeps a parameter's residual in int8 or bf16."""
+"""Number of values from which "auto" keeps a parameter's residual in int8."""
 
 EXACT = Cast("float32")
 
@@ -40,10 +39,10 @@ class Feedback:
     """decay: share of the error that is added. momentum: its coefficient. Below 0: the default of
     the kind, 0.95 and 0.9."""
     storage: StorageName = "auto"
-    """The format in which residuals are kept; int8 has a scale for each 32 values. auto: as int8,
-    with PowerSGD as bf16, for parameters of 65536 values or more and the kinds residual and decay;
-    else float32, as where a payload has few of the values: the others wait for hundreds of steps,
-    and a narrower format rounds away what a step adds to that many."""
+    """The format in which residuals are kept; int8 has a scale for each 32 values. auto: as int8
+    for parameters of 65536 values or more and the kinds residual and decay; else float32, as where
+    a payload has few of the values: the others wait for hundreds of steps, and a narrower format
+    rounds away what a step adds to that many."""
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(Kind):
@@ -76,10 +75,9 @@ class Feedback:
         """Return the same with a storage that is not "auto", for a parameter of so many values."""
         if self.storage != "auto":
             return self
-        combine = "recode" if codec is None else codec.combine
-        if numel < LARGE or self.kind == "momentum" or combine == "gather":
-            return replace(self, storage="float32")
-        return replace(self, storage="bf16" if combine == "factors" else "int8")
+        sparse = codec is not None and codec.combine == "gather"
+        wide = numel < LARGE or self.kind == "momentum" or sparse
+        return replace(self, storage="float32" if wide else "int8")
 
     def keeps_errors(self, codec: Codec) -> bool:
         """Return whether the error of this codec's payloads is kept for the next payload.
@@ -107,23 +105,6 @@ class Feedback:
         if not isinstance(what, str):
             return cls() if what else None
         kind, _, rest = what.partition(":")
-        options: dict[str, Any] = {}
-        for place, item in enumerate(option for option in rest.split(",") if option):
-            option, equals, value = item.partition("=")
-            if not equals and place == 0:
-                option, value = "decay", item
-            options[option] = _value(option, value)
-        return cls(kind, **options)  # type: ignore[arg-type]  # __post_init__ checks it
-
-
-_TYPES: dict[str, Callable[[str], Any]] = {"decay": float, "storage": str}
-
-
-def _value(option: str, text: str) -> Any:
-    if option not in _TYPES:
-        meant = guess(option, _TYPES)
-        raise ValueError(f"feedback: unknown option {option!r}; {meant}it has {', '.join(_TYPES)}")
-    try:
-        return _TYPES[option](text)
-    except ValueError:
-        raise ValueError(f"feedback: {option}={text!r} is not a value it can have") from None
+        given = [option for option in rest.split(",") if option]
+        found = options("feedback", {"decay": float, "storage": str}, given)
+        return cls(kind, **found)  # type: ignore[arg-type]  # __post_init__ checks it

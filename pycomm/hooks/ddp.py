@@ -94,15 +94,17 @@ class SavedBuckets:
         self._saved = list(saved)
         self._numel, self._reduce, self._wait = numel, reduce, wait
         self._held: list[tuple[torch.Tensor, Names, Future]] = []
-        self._started: list[tuple[torch.Tensor, Sequence[torch.Tensor], Future]] = []
 
     def reduce(self, tensor: torch.Tensor, names: Names, *, last: bool) -> Future:
-        """Average a bucket of DDP, in place; after the last one of the step, call `finish`.
+        """Average a bucket of DDP, in place; with the last one wait for those that were kept.
 
         Args:
             tensor: the gradients of the named parameters, one behind the other.
             names: its parameters.
             last: it is the last bucket of the step.
+
+        Raises:
+            Error: a reduction failed. The backward raises it, and waits for no bucket.
         """
         if not self._held and self._saved[:1] == [names]:
             del self._saved[0]
@@ -111,34 +113,24 @@ class SavedBuckets:
         future: Future = torch.futures.Future(devices=devices)
         self._held.append((tensor, names, future))
         if last:
-            self._start()
+            self._reduce_held()
         return future
 
-    def finish(self) -> None:
-        """Wait for the buckets that were kept, after the step has ended.
-
-        Raises:
-            Error: a reduction failed. The backward raises it, and waits for no bucket.
-        """
-        for bucket, places, reduction in self._started:
-            self._wait(reduction)
-            if places[0].data_ptr() != bucket.data_ptr():
-                values = torch.split(bucket, [place.numel() for place in places])
-                for place, value in zip(places, values, strict=True):
-                    place.copy_(value)
-        for tensor, _, future in self._held:
-            future.set_result(tensor)
-
-    def _start(self) -> None:
+    def _reduce_held(self) -> None:
         parts = self._parts()
         if parts is None:
-            for tensor, names, _ in self._held:
-                self._started.append((tensor, [tensor], self._reduce(tensor, names)))
-            return
-        buckets = [[parts[name] for name in names] for names in self._saved]
-        for names, places in zip(self._saved, buckets, strict=True):
-            bucket = torch.cat(places)
-            self._started.append((bucket, places, self._reduce(bucket, names)))
+            for reduction in [self._reduce(tensor, names) for tensor, names, _ in self._held]:
+                self._wait(reduction)
+        else:
+            places = [[parts[name] for name in names] for names in self._saved]
+            buckets = list(map(torch.cat, places))
+            for reduction in list(map(self._reduce, buckets, self._saved)):
+                self._wait(reduction)
+            for bucket, theirs in zip(buckets, places, strict=True):
+                values = torch.split(bucket, [place.numel() for place in theirs])
+                torch._foreach_copy_(theirs, values)
+        for tensor, _, future in self._held:
+            future.set_result(tensor)
 
     def _parts(self) -> dict[str, torch.Tensor] | None:
         """Return each parameter's values; None: they cannot be reduced by the saved buckets."""
@@ -228,8 +220,6 @@ class DDPHooks:
             future = (reducer.transform or reducer).reduce(bucket.buffer(), names)
         if bucket.is_last():
             state.end_step()
-            if self._saved_buckets is not None:
-                self._saved_buckets.finish()
             self._saved_buckets = None
             if not reducer.step.absent and self._looks_for_unused() is not None:
                 # Queued twice: DDP queues the callback that ends the backward after this one, and

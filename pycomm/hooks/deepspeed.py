@@ -38,7 +38,6 @@ def compress_engine(codec: str | Codec | Policy, engine: Any, **options: Any) ->
     Raises:
         Error: the engine is compressed already, or reduces in a way that cannot be replaced; the
             text says which, and what to use.
-        ValueError: PowerSGD, whose results come at the end of a step.
     """
     refuse_second(engine, "engine")
     if why := _obstacle(engine):

@@ -13,8 +13,7 @@ The collective that crosses the slow link is compressed:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -50,7 +49,6 @@ def compress_shards(
 
     Raises:
         Error: parts of the model are reduced in different groups, or are compressed already.
-        ValueError: a codec whose payloads cannot be reduce-scattered.
         WireMismatch: ranks have different models or codecs.
     """
     found = list(units(model))
@@ -140,13 +138,6 @@ class FSDPHooks:
         self._reducer.step.backward = backward
         self._reducer.step.entered.update(names)
 
-    def wait(self, wait: Callable[[], object], *, later: bool) -> None:
-        """Wait for a result, or when backward ends, if it is not needed before."""
-        if later:
-            self._reducer.step.waits.append(wait)
-        else:
-            wait()
-
 
 class Comm:
     """Base of the classes that replace torch's collectives of a unit."""
@@ -195,7 +186,7 @@ class CompressedReduceScatter(Comm, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce; the result is ready when this returns, or when backward ends."""
+        """Reduce; the result is ready when this returns."""
         # Not `op in _KNOWN`: an operation with a factor equals its kind, but its kind does not
         # equal the operation.
         known = any(op == kind for kind in _KNOWN)
@@ -208,8 +199,7 @@ class CompressedReduceScatter(Comm, ReduceScatter):
         names, average = self._unit.trained(), op == dist.ReduceOp.AVG
         self.hooks.enter(names)
         reducer = self.reducer.transform or self.reducer
-        wait = reducer.scatter(output_tensor, input_tensor, names, group, average=average)
-        self.hooks.wait(wait, later=self._unit.only_views(output_tensor))
+        reducer.scatter(output_tensor, input_tensor, names, group, average=average)()
         return None
 
 
@@ -231,12 +221,9 @@ class ReplicaHook(Comm):
             self._partial = None
         ranks = self.reducer.process_group.size()
         if self._reducible(reduce_output, reduce_output.numel()):
-            names, later = self._unit.trained(), self._unit.only_views(reduce_output)
+            names = self._unit.trained()
             self.hooks.enter(names)
-            future = (self.reducer.transform or self.reducer).reduce(reduce_output, names)
-            if not later:
-                self.reducer.exchanges.finish()
-            self.hooks.wait(partial(self.reducer.wait, future), later=later)
+            self.reducer.wait((self.reducer.transform or self.reducer).reduce(reduce_output, names))
         else:
             dist.all_reduce(reduce_output, group=self.reducer.process_group)
             reduce_output.div_(ranks)

@@ -42,23 +42,6 @@ class Unit:
         """Names of the parameters that get gradients."""
         return tuple(n for n, p in self.parameters.items() if p.sharded_param.requires_grad)
 
-    def only_views(self, result: torch.Tensor) -> bool:
-        """Return whether torch reads no result before backward ends, so that it may come later.
-
-        torch stores views of the result as gradients, unless it has to convert it, divide it or add
-        it to existing gradients, or user code waits for them.
-        """
-        trained = [self.parameters[name].sharded_param for name in self.trained()]
-        return (
-            result.is_cpu
-            and result.dtype in (torch.float32, torch.bfloat16)
-            and all(self._gradient_dtype(name) == result.dtype for name in self.trained())
-            and self.group.gradient_divide_factor is None
-            and not self.group.force_sum_reduction_for_comms
-            and all(p.grad is None for p in trained)
-            and not any(getattr(p, "_post_accumulate_grad_hooks", None) for p in trained)
-        )
-
     def reduced_in(self) -> set[torch.dtype | None]:
         """The dtypes that the policies of mixed precision ask for in reductions: since torch 2.15
         there is one for each parameter, before that one for the group."""
@@ -66,16 +49,6 @@ class Unit:
         for holder in holders:
             _check(holder, ("mp_policy",))
         return {getattr(holder.mp_policy, "reduce_dtype", None) for holder in holders}
-
-    def _gradient_dtype(self, name: str) -> torch.dtype | None:
-        """The dtype to which torch converts a parameter's reduced gradient: since torch 2.15 an
-        attribute of each parameter, before that one of the group. None: it is not known."""
-        parameter = self.parameters[name]
-        if hasattr(parameter, "sharded_grad_dtype"):
-            found: torch.dtype | None = parameter.sharded_grad_dtype
-        else:
-            found = getattr(self.group, "_orig_dtype", None)
-        return found
 
 
 def _groups(module: FSDPModule) -> Sequence[Any]:

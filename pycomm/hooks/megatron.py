@@ -146,7 +146,7 @@ class BucketGroup:
     def finish(self, force_all_reduce: bool | None = False) -> None:
         """Wait for the group's gradients, in place of Megatron's method.
 
-        All end with the last group, as PowerSGD needs it.
+        All are waited for with the last group: those that begin here travel beside each other.
         """
         self._theirs.param_gather_dispatched = False
         if not self._begun:

@@ -48,7 +48,7 @@ class CodedAdamW(CodedOptimizer):
         model: the model of these parameters, in `DistributedDataParallel`, `fully_shard` or
             `replicate`.
         codec: codec of the momentum, its text ("sign", "topk:0.01", "eden:bits=1,scale=mmse",
-            "int4"), or a `pycomm.Policy`. Unbiased codecs and PowerSGD are refused.
+            "int4"), or a `pycomm.Policy`. Unbiased codecs are refused.
         refresh: second moments are exchanged every so many steps; 0: so often that they take at
             most an eighth of the momentum's bytes, and every 16 steps at least.
         scaler: the `torch.amp.GradScaler` of the gradients, if there is one.

@@ -138,12 +138,6 @@ def _flat(
     cross: float = 1.0,
 ) -> Cost:
     """Predict an all-reduce among n ranks over one kind of link."""
-    if coding.combine == "factors":
-        half = Size(int(size.payload / 8), size.payload / 2)
-        exact = _flat(cluster, link, n, NONE, "two_shot", half, cross)
-        work = coding_seconds(cluster, coding, n, size.values)
-        own = Cost(work * cluster.slowdown, 0.0, work, 0.0, 0.0)
-        return own.plus(exact, times=2)
     known = "one_shot" if algorithm == "gather" else algorithm
     rounds, messages, sent, folded = steps(known, n, size.payload)
     if known == "two_shot":  # each chunk is sent in segments
@@ -187,8 +181,6 @@ def coding_seconds(
     check = size / memory  # the check that the result is finite
     if coding.combine == "gather":
         return size * (encode + 1 / rates.decode + (n - 1) / rates.decode_add) + 3 * check
-    if coding.combine == "factors":
-        return size * (encode + 1 / rates.decode)
     own = size if everywhere else size / n
     owner = own * (1 / rates.decode + (n - 1) / rates.decode_add + encode) + 2 * own / memory
     return size * (encode + 1 / rates.decode) + owner + check

@@ -16,7 +16,7 @@ from pycomm.arguments import guess
 from pycomm.plan.cluster import CodecRates, Processor
 
 Core = tuple[float, float, float, float]
-Combine = Literal["exact", "recode", "gather", "factors"]
+Combine = Literal["exact", "recode", "gather"]
 
 
 @dataclass(frozen=True)
@@ -120,17 +120,6 @@ _ALL = (
         spec="topk:density=0.01,values=float32,indices=int32",
         whole=True,
     ),
-    # Factors of 1024 x 1024 matrices; two products with the gradient a step, and one back. Real
-    # gradients have less error: they are of low rank.
-    Coding(
-        "powersgd:4",
-        4 * 4 * 2048 / 1024**2,
-        0.98,
-        "factors",
-        4.0,
-        (4.0, 8.0, 8.0, 3.0),
-        whole=True,
-    ),
 )
 CODINGS: Mapping[str, Coding] = {coding.name: coding for coding in _ALL}
 """Codecs that are compared by default."""
@@ -138,7 +127,7 @@ NONE = CODINGS["none"]
 
 
 _SHORT = {"eden2": "eden:bits=2", "eden1": "eden:bits=1", "drive": "eden:bits=1"}
-_SHORT |= {"topk": "topk:0.01", "powersgd": "powersgd:4", "fp32": "none"}
+_SHORT |= {"topk": "topk:0.01", "fp32": "none"}
 
 
 def find(text: str) -> Coding:

@@ -36,7 +36,7 @@ UNBIASED = 3.0
 bits (error 0.5) trains as well as int4 (0.17), see docs/choosing.md."""
 AUTO_CANDIDATES = (
     *("fp32", "bf16", "int8", "int4", "eden:bits=2,size=128", "eden:bits=1"),
-    *("sign", "topk:0.01", "powersgd:4"),
+    *("sign", "topk:0.01"),
 )
 
 _STEPS = 3  # of a candidate in a round, whose median counts
@@ -55,19 +55,17 @@ _CHANGE = 1.25  # of a watch's median, up or down, twice in a row: candidates ar
 _RAREST = 16  # largest multiple of _AGAIN
 
 
-def accurate_enough(policy: Policy, refusal: Callable[[Codec], str] = lambda _: "") -> list[Codec]:
+def accurate_enough(policy: Policy) -> list[Codec]:
     """Return the codecs from which a policy with "auto" chooses.
 
     Args:
         policy: the policy, with its candidates and its bound of the error.
-        refusal: function that returns why the hook cannot use a codec; "": it can.
     """
     if policy.candidates:
         return [parse_codec(spec) for spec in policy.candidates]
     bound = policy.error or AUTO_ERROR
     usual = [parse_codec(spec) for spec in AUTO_CANDIDATES]
-    found = [c for c in usual if reduced_error(c) <= bound * (UNBIASED if c.unbiased else 1)]
-    return [codec for codec in found if not refusal(codec)]
+    return [c for c in usual if reduced_error(c) <= bound * (UNBIASED if c.unbiased else 1)]
 
 
 class Auto:

@@ -40,11 +40,9 @@ class Plan:
         policy: the policy, equal on all ranks.
         group: the ranks that reduce together.
         options: other options that must be equal on all ranks, a line for each.
-        refusal: function that returns why this hook cannot use a codec; "": it can.
         clock: function that returns seconds since some moment.
 
     Raises:
-        ValueError: the policy names a codec that cannot be used now or later.
         WireMismatch: ranks have different policies or options; raised on all ranks.
     """
 
@@ -54,10 +52,9 @@ class Plan:
         group: dist.ProcessGroup,
         *,
         options: Sequence[str] = (),
-        refusal: Callable[[Codec], str] = lambda _: "",
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.group, self._refusal, self._options, self._clock = group, refusal, options, clock
+        self.group, self._options, self._clock = group, options, clock
         self.step = 0
         self.decisions: dict[str, Decision] = {}
         """Decisions by parameter name. A change replaces the decision, only between two steps."""
@@ -75,8 +72,6 @@ class Plan:
 
     def _take(self, policy: Policy) -> None:
         """Take a policy that no parameter has a decision of yet; or raise, and change nothing."""
-        if why := next(filter(None, map(self._refusal, policy.named())), ""):
-            raise ValueError(why)
         terms = (*policy.terms(), *self._options)
         # This check comes first, since ranks with other rules would call other collectives.
         agree_on_options(terms, self.group)
@@ -95,7 +90,7 @@ class Plan:
         self._stage = policy.stage(self._for_step)
         self._auto: Auto | None = None
         if policy.codec == AUTO:
-            found = {short_text(c): c for c in accurate_enough(policy, self._refusal)}
+            found = {short_text(c): c for c in accurate_enough(policy)}
             self._candidates = found  # by the texts that `auto` knows
             self._auto = Auto({text: bits(codec) for text, codec in found.items()})
         self._checks = Checks(policy.guard, self.group, self._clock) if policy.guard else None
@@ -221,7 +216,6 @@ class Plan:
                 before.
 
         Raises:
-            ValueError: the policy names a codec that cannot be used.
             WireMismatch: ranks have different policies; raised on all ranks.
         """
         self._take(policy)

@@ -325,18 +325,18 @@ class Policy:
             default: measured codec for parameters that no rule matches; its reason is left empty.
         """
         warm, turns = self.stage(step)
-        if warm:
-            return Decision(parameter, parse_codec(EXACT), f"warm-up of {self.warmup} steps")
         rule = self.rule(parameter)
-        if rule is not None:
-            return _fitted(parameter, rule.codec, rule.reason or f"rule for {rule.name}")
-        if default is not None:
-            return _fitted(parameter, default, "")
-        if turns:
+        codec, reason = EXACT if self.codec == AUTO else self.codec, "default"
+        if warm:
+            codec, reason = EXACT, f"warm-up of {self.warmup} steps"
+        elif rule is not None:
+            codec, reason = rule.codec, rule.reason or f"rule for {rule.name}"
+        elif default is not None:
+            codec, reason = default, ""
+        elif turns:
             begin, codec = self.schedule[turns - 1]
-            return _fitted(parameter, codec, f"from step {begin}")
-        usual = EXACT if self.codec == AUTO else self.codec
-        return _fitted(parameter, usual, "default")
+            reason = f"from step {begin}"
+        return Decision(parameter, parse_codec(codec), reason)
 
 
 def _in_order(schedule: Schedule) -> Schedule:
@@ -350,14 +350,6 @@ def _in_order(schedule: Schedule) -> Schedule:
     return tuple(
         sorted(((int(begin), codec) for begin, codec in schedule), key=lambda turn: turn[0])
     )
-
-
-def _fitted(parameter: Parameter, wanted: str | Codec, reason: str) -> Decision:
-    codec = parse_codec(wanted)
-    fitted = codec.fit(parameter.shape)
-    if fitted.name != codec.name:
-        reason = f"{codec.name} does not fit its shape"
-    return Decision(parameter, fitted, reason)
 
 
 _TURN = re.compile(r"(\d+):(.+)")

@@ -5,7 +5,7 @@ In each backward a trainer calls its state, on all ranks alike:
     state.begin_step()
     future = state.reduce(gradients, names)  # of each bucket; or `state.reducer.scatter`
     state.end_step()
-    state.wait(future)  # also before `end_step`, unless a codec has factors
+    state.wait(future)  # or before `end_step`
 
 The `Adapter` says what else the state has to know. A trainer gives what differs from the defaults
 here, as values and functions. `pycomm.reduction.refusals` has what trainers refuse.
@@ -68,8 +68,7 @@ class Layout:
         shape = self.shards.get(decision.parameter.name)
         if shape is None:
             return decision
-        parameter = replace(decision.parameter, shape=tuple(shape))
-        return replace(decision, parameter=parameter, codec=decision.codec.fit(tuple(shape)))
+        return replace(decision, parameter=replace(decision.parameter, shape=tuple(shape)))
 
     def cuts(self, decisions: Mapping[str, Decision]) -> dict[str, Cut]:
         """Return how a reduce-scatter shards parameters, by name."""

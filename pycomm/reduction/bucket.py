@@ -109,8 +109,6 @@ class Bucket:
         self._may_owe = residuals is not None and residuals.may_owe(names)
         self.with_residual = {p.name: p for p in self.pieces if p.residual is not None}
         """The pieces that have a residual, by name."""
-        self.has_factors = any(piece.codec.combine == "factors" for piece in self.pieces)
-        """Tells whether some pieces are reduced by factors, such as PowerSGD's."""
         text = ";".join(f"{p.name},{p.numel},{p.codec.spec()}" for p in self.pieces)
         if levels:
             text += f";levels={','.join(map(str, levels))}"

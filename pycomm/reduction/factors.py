@@ -61,7 +61,7 @@ def is_look(step: int) -> bool:
 
 def is_divided(codec: Codec) -> bool:
     """Whether a codec has one precision for values of several sizes, of which factors make one."""
-    return not isinstance(codec, Cast) and codec.name != "lossless" and codec.combine != "factors"
+    return not isinstance(codec, Cast) and codec.name != "lossless"
 
 
 def errs_alike(codec: Codec) -> bool:

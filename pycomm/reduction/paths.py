@@ -157,8 +157,6 @@ SINGLE_KERNELS = Path(
     "all-to-all",
     decides=True,
 )
-FACTORS = Path("factors", "the codec's own collectives")
-"""Of the codecs with factors."""
 
 
 @dataclass(frozen=True)

@@ -31,13 +31,13 @@ from pycomm.policy import (
     refused_together,
 )
 from pycomm.policy.names import few
-from pycomm.reduction import coding, members, paths, powersgd, two_shot
+from pycomm.reduction import coding, members, paths, two_shot
 from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.bucket import Bucket, BucketPiece
 from pycomm.reduction.factors import Factors, Matrix, errs_alike, is_divided, is_look
 from pycomm.reduction.nodes import Nodes, find_levels
 from pycomm.reduction.own_group import ExchangeThread
-from pycomm.reduction.refusals import MOMENTA, refused_codec
+from pycomm.reduction.refusals import refuse_unbiased
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.single_coding import SingleCoding
 from pycomm.reduction.step import Step, StepStatus
@@ -69,10 +69,10 @@ class BucketReducer:
             rule = Feedback.of(feedback)
             self._kind = rule.kind if rule else None
             options = (f"feedback={rule}", f"seed={seed}")
-            # It holds no state: a plan that did would keep a dropped model in the monitor.
-            trainer = adapter.trainer if transform is None else MOMENTA
-            refusal = partial(refused_codec, trainer, self._kind)
-            self.plan = Plan(Policy.of(codec), process_group, options=options, refusal=refusal)
+            policy = Policy.of(codec)
+            if transform is not None:
+                refuse_unbiased(policy)
+            self.plan = Plan(policy, process_group, options=options)
         self.residuals = Residuals(rule, process_group.size()) if rule else None
         self.seed = seed
         self.step = Step(0, StepStatus.COMMITTED)
@@ -95,7 +95,6 @@ class BucketReducer:
         self.agreed: dict[tuple[str, ...], dict[tuple[str, bool], paths.ChosenPath]] = {}
         """The paths of buckets that the members have compared; equal on all ranks."""
         self.factors = Factors()
-        self.exchanges = powersgd.Exchanges(process_group)
         self.side: SideStream | None = None  # of the device, where hooks exchange payloads
         self.nodes: Nodes | None = None  # where hooks exchange payloads by nodes
         self.flat_because = ""
@@ -235,8 +234,6 @@ class BucketReducer:
                 f"parameters, from {names[0]} on, have {bucket.numel}: were they replaced after "
                 "pycomm.compress? Wrap and compress the model anew"
             )
-        if bucket.has_factors:
-            return self._reduce_factors(tensor, bucket)
         return self._reduce_coded(tensor, bucket)
 
     def wait(self, future: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
@@ -257,34 +254,6 @@ class BucketReducer:
         if self.nodes is not None:
             self.nodes.check(self.device)
 
-    def _reduce_factors(
-        self, tensor: torch.Tensor, bucket: Bucket
-    ) -> torch.futures.Future[torch.Tensor]:
-        """Reduce a bucket with PowerSGD pieces, which completes at the end of the step."""
-        bucket.paths.setdefault(("all_reduce", False), paths.ChosenPath(paths.FACTORS))
-        taken = [piece for piece in bucket.pieces if powersgd.takes(piece)]
-        others = [piece for piece in bucket.pieces if not powersgd.takes(piece)]
-        self._use(taken, bucket, tensor)
-        probe = self.plan.probe(tensor, taken, self._residual_of)
-        places = [tensor[p.offset : p.offset + p.numel] for p in others]
-        coded = completed(tensor)
-        if others:
-            names = tuple(piece.name for piece in others)
-            coded = self._reduce_coded(torch.cat(places), self.bucket_of(names, tensor.device))
-
-        def put_back() -> None:
-            parts = (
-                torch.split(self.wait(coded), [piece.numel for piece in others]) if others else ()
-            )
-            for place, part in zip(places, parts, strict=True):
-                place.copy_(part)
-
-        future, is_finite = self.exchanges.start(tensor, taken, put_back, seed=self.seed)
-        self.step.checks.append(is_finite)
-        if probe is None:
-            return future
-        return future.then(lambda done: probe.finish(done.value()))
-
     def _reduce_coded(
         self, tensor: torch.Tensor, bucket: Bucket
     ) -> torch.futures.Future[torch.Tensor]:
@@ -296,7 +265,7 @@ class BucketReducer:
         for residual in bucket.residuals:
             if residual is not None and (residual.in_place or residual.layouts != bucket.layouts):
                 self.settle_deferred()
-                self._use(bucket.pieces, bucket, tensor)
+                self._use(bucket, tensor)
                 break
         step.pieces.update(bucket.with_residual)
         step.flushed |= bucket.flushed
@@ -450,7 +419,9 @@ class BucketReducer:
         if self.factors.sums is not None:
             self.factors.look(input, bucket, self.matrix)
         divided = bool(self.factors.current) and self._divide(input, bucket)
-        self._use(bucket.pieces, bucket, input)
+        self._use(bucket, input)
+        step.pieces.update(bucket.with_residual)
+        step.flushed |= bucket.flushed
         probe = self.plan.probe(
             input, bucket.pieces, self._residual_of, rows=self.layout.rows, average=average
         )
@@ -479,20 +450,17 @@ class BucketReducer:
 
         return wait
 
-    def _use(self, pieces: Sequence[BucketPiece], bucket: Bucket, tensor: torch.Tensor) -> None:
-        """Prepare the residuals of these pieces, which take part in this step."""
+    def _use(self, bucket: Bucket, tensor: torch.Tensor) -> None:
+        """Prepare the residuals of a bucket that is reduced in this step."""
         ranks, gradient = self.process_group.size(), None
-        for piece in pieces:
+        for name, piece in bucket.with_residual.items():
             residual = piece.residual
-            if residual is not None:
+            if residual is not None and (residual.in_place or residual.layouts != bucket.layouts):
                 if bucket.levels:
                     rows = tensor.view(bucket.rows, -1)
                     gradient = rows[:, piece.offset : piece.offset + piece.numel]
-                if residual.in_place or residual.layouts != [bucket.layout, bucket.layout]:
-                    residual.use(bucket.layout, ranks, gradient, bucket.spans[piece.name])
-                self.step.pieces[piece.name] = piece
+                residual.use(bucket.layout, ranks, gradient, bucket.spans[name])
         bucket.follow_memory()
-        self.step.flushed |= bucket.flushed
 
     def is_fed(self, names: Sequence[str]) -> bool:
         """Return whether feedback adds to these gradients, even in a group of one rank."""
@@ -595,10 +563,8 @@ class BucketReducer:
         owned = coding.all_reduce_plan(runs, ranks).owned
         contributed = coding.spans(pieces, runs)
         kept = coding.spans(pieces, owned[rank] if owned else ())
-        return [
-            {"owner": own} if one.codec.combine == "factors" else {"worker": worker, "owner": own}
-            for one, worker, own in zip(pieces, contributed, kept, strict=True)
-        ]
+        roles = zip(contributed, kept, strict=True)
+        return [{"worker": worker, "owner": own} for worker, own in roles]
 
     @property
     def shards(self) -> int:

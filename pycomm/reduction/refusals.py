@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pycomm.codecs import Codec, short_text
+from pycomm.codecs import short_text
+from pycomm.policy import Policy
 
 DDP, FSDP, HSDP = "DistributedDataParallel", "fully_shard", "HSDP"
 DEEPSPEED, MEGATRON = "DeepSpeed", "Megatron-Core"
@@ -45,11 +46,6 @@ REFUSALS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
     },
     FSDP: {
-        "`powersgd`": (
-            "{codec} averages whole matrices, and FSDP2 has shards of them at different ranks: "
-            "take another codec, or HSDP, where it works on shards",
-            "another codec; HSDP",
-        ),
         MEMBERS: (_SHARES, "a checkpoint"),
         "survivors that adopt a state": (
             "ranks share these parameters, and the shards of lost ranks are gone with them; go on"
@@ -66,11 +62,6 @@ REFUSALS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         ),
     },
     DEEPSPEED: {
-        "`powersgd`": (
-            "{codec} has its results at the end of a step, and DeepSpeed uses those of each "
-            "bucket at once: take another codec",
-            "another codec",
-        ),
         "no ZeRO": (
             "it is without ZeRO, whose stage 1 gives the same results. Set its stage to 1",
             "stage 1",
@@ -149,7 +140,6 @@ REFUSALS: Mapping[str, Mapping[str, tuple[str, str]]] = {
             "whose errors feedback returns",
             "`eden:...,scale=mmse`, `sign`, `int4`",
         ),
-        "`powersgd`": ("{codec} averages factors: take another codec", "another codec"),
         "`auto`": (
             "'auto' chooses among codecs of gradients by measurements: name a codec, such as "
             '"sign"',
@@ -239,21 +229,13 @@ def stays_because(trainer: str) -> str:
     return refused(trainer, MEMBERS) if MEMBERS in REFUSALS.get(trainer, {}) else ""
 
 
-def refused_codec(trainer: str, kind: str | None, codec: Codec) -> str:
-    """Return why a trainer's gradients cannot have a codec; "" if they can.
+def refuse_unbiased(policy: Policy) -> None:
+    """Check that a policy of a momentum names no unbiased codec.
 
-    Args:
-        trainer: `Adapter.trainer`.
-        kind: kind of the feedback.
-        codec: the codec.
+    Raises:
+        ValueError: it does.
     """
-    if codec.unbiased and UNBIASED in REFUSALS.get(trainer, {}):
-        remedy = "scale=mmse" if codec.name == "eden" else "another codec"
-        return refused(trainer, UNBIASED, codec=short_text(codec), remedy=remedy)
-    if codec.combine != "factors":
-        return ""
-    if "`powersgd`" in REFUSALS.get(trainer, {}):
-        return refused(trainer, "`powersgd`", codec=codec.name)
-    if kind not in (None, "residual"):
-        return f"{codec.name} has feedback of the kind residual, not {kind}"
-    return ""
+    for codec in policy.named():
+        if codec.unbiased:
+            remedy = "scale=mmse" if codec.name == "eden" else "another codec"
+            raise ValueError(refused(MOMENTA, UNBIASED, codec=short_text(codec), remedy=remedy))

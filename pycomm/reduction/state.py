@@ -26,7 +26,7 @@ from pycomm.reduction import members, paths
 from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.factors import names_in
 from pycomm.reduction.reducer import BucketReducer
-from pycomm.reduction.refusals import ALL, FSDP, HSDP, refused, stays_because
+from pycomm.reduction.refusals import ALL, FSDP, HSDP, refuse_unbiased, refused, stays_because
 from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
 from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
@@ -164,15 +164,18 @@ class CompressionState:
                 count from the start of training.
 
         Raises:
-            ValueError: an unknown codec, or one that this wrapper or feedback cannot use; the state
-                is unchanged.
+            ValueError: an unknown codec, or one that a coded momentum cannot use; the state is
+                unchanged.
             WireMismatch: ranks were given different codecs or policies.
         """
         self.settle()
         of = Policy.of if self.transform is None else self.transform.policy_of
         try:
             with refused_together(self.process_group):
-                self.plan.follow(of(codec), self.reducer.device)
+                policy = of(codec)
+                if self.transform is not None:
+                    refuse_unbiased(policy)
+                self.plan.follow(policy, self.reducer.device)
         finally:
             self.reducer.forget_buckets()  # whose codecs may have changed even if ranks disagree
 
@@ -203,20 +206,20 @@ class CompressionState:
         residuals = self.residuals.state_dict() if self.residuals else {}
         others = self.transform.state_dict() if self.transform else {}
         # The global rank: every replica group has a rank 0.
-        return {**self._common(), f"rank{dist.get_rank()}": (self.step, residuals), **others}
+        own = {f"rank{dist.get_rank()}": (self.step, residuals)}
+        return {"about": (self._common(),), **own, **others}
 
     def _common(self) -> dict[str, Any]:
-        """Return the entries of `state_dict` that are equal on all ranks."""
-        about = {
+        """Return what is equal on all ranks."""
+        return {
             "version": STATE_VERSION,
             "world_size": self.process_group.size(),
             "seed": self.reducer.seed,
             "step": self.step,
             "plan": self.plan.state_dict(),
             "factors": self.reducer.factors.state_dict(),
+            **self.adapter.saved(),
         }
-        about |= self.adapter.saved()
-        return {"about": (about,), "factors": (self.reducer.exchanges.state_dict(),)}
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """Restore the state from `state_dict`, on the same or another number of ranks.
@@ -239,7 +242,7 @@ class CompressionState:
                 "this is no state of pycomm, which has an entry 'about': it has "
                 f"{', '.join(map(str, saved)) or 'nothing'}"
             )
-        (about,), (factors,) = saved["about"], saved["factors"]
+        (about,) = saved["about"]
         if about["version"] != STATE_VERSION:
             version = about["version"]
             raise ValueError(
@@ -247,7 +250,7 @@ class CompressionState:
                 "pycomm that has saved it"
             )
         own = self._own_residuals(saved, about) if self.residuals else {}
-        self._load_common(about, factors)
+        self._load_common(about)
         if self.residuals:
             self.residuals.load_state_dict(own, self.codecs)
         self.reducer.forget_buckets()
@@ -255,16 +258,14 @@ class CompressionState:
         if self.transform is not None:
             self.transform.load_state_dict(saved)
 
-    def _load_common(self, about: Mapping[str, Any], factors: Mapping[str, Any]) -> None:
-        """Restore the entries that are equal on all ranks; own residuals get their units."""
+    def _load_common(self, about: Mapping[str, Any]) -> None:
+        """Restore what is equal on all ranks; own residuals get their units."""
         self.settle()
         self.reducer.seed, self.reducer.step.number = about["seed"], about["step"]
         plan, units = dict(about["plan"]), about["factors"]
-        known = {*factors, *plan["escalated"], *names_in(units)}
-        names = matching(known, self.reducer.numbers)
+        names = matching({*plan["escalated"], *names_in(units)}, self.reducer.numbers)
         plan["escalated"] = renamed(plan["escalated"], names)
         self.plan.load_state_dict(plan)
-        self.reducer.exchanges.load_state_dict(renamed(factors, names))
         self.reducer.factors.load_state_dict(units, names, self.reducer.shape, self.residuals)
 
     def _own_residuals(self, saved: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
@@ -382,9 +383,7 @@ class CompressionState:
             self._met_in = formed  # these members have made their states together
             return
         common = (previous or self)._common() if group.rank() == root else None
-        common = members.broadcast_object(common, root, group, self.reducer.device)
-        (about,), (factors,) = common["about"], common["factors"]
-        self._load_common(about, factors)
+        self._load_common(members.broadcast_object(common, root, group, self.reducer.device))
         self.adapter.loaded({})
         self.plan.step = self.step
         saved = self.plan.state_dict()
@@ -415,9 +414,8 @@ class CompressionState:
         about = load_saved(checkpoint_id, key, ["about"], self.process_group)["about"]
         before = about[0]["world_size"]
         others = self.transform.keys(before) if self.transform else []
-        parts = ["about", "factors", *self.needed(before), *others]
-        saved = load_saved(checkpoint_id, key, parts, self.process_group)
-        self.load_state_dict(saved)
+        parts = ["about", *self.needed(before), *others]
+        self.load_state_dict(load_saved(checkpoint_id, key, parts, self.process_group))
 
     def rescale(
         self, factor: float, names: Iterable[str] | None = None, *, momentum: bool = False
@@ -482,7 +480,6 @@ class CompressionState:
         if self.discarded:
             before.discarded |= self.discarded.begin(before.pieces)
         self.settle(ahead=True)
-        reducer.exchanges.forget()
         self.follow_members()
         number = (before.number + 1) % 2**32
         finite = before.status is not StepStatus.OVERFLOWED
@@ -511,7 +508,6 @@ class CompressionState:
         reducer, step = self.reducer, self.reducer.step
         try:
             reducer.end_look()
-            reducer.exchanges.finish()
         except BaseException:
             step.status = StepStatus.ROLLED_BACK  # so that no later call takes it for reduced
             raise
@@ -521,9 +517,6 @@ class CompressionState:
             self.discarded.end(step.pieces, elsewhere=step.absent)
         if self.transform is not None:
             self.transform.step_ended()
-        for wait in step.waits:
-            wait()
-        step.waits.clear()
         _, *shared = reducer.layout.groups(self.process_group)
         if shared:
             verdict = torch.tensor(reducer.all_finite(), dtype=torch.uint8, device=reducer.device)
@@ -565,7 +558,6 @@ class CompressionState:
             self.residuals.take_back(names - kept)
             self.residuals.commit(kept, step.number)
             self._drop_flushed(kept)
-        reducer.exchanges.commit(came)
         if waiting:
             step.pieces = {name: step.pieces[name] for name in waiting}
             step.checks = [lambda: True]

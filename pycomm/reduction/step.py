@@ -57,8 +57,6 @@ class Step:
         """Number of the backward to which it belongs, where a trainer has to know it."""
         self.entered: set[Any] = set()
         """What has begun to be reduced in it, likewise."""
-        self.waits: list[Callable[[], object]] = []
-        """Wait for collectives that nobody needs before the step is reduced."""
         self.checks: list[Callable[[], bool]] = []
         """Wait for a result each, and return whether it is finite."""
         self.pieces: dict[str, BucketPiece] = {}

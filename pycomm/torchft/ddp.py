@@ -148,7 +148,6 @@ class ManagedHooks:
         """End the step of the other replicas, too, which would wait for this one's gradients."""
         if state.is_open:
             state.reducer.step.status = StepStatus.ROLLED_BACK
-        state.reducer.exchanges.forget()  # else the backward would wait for their futures
         self._members.abort(errored=False)
 
 

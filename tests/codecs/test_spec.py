@@ -155,7 +155,6 @@ def test_both_languages_read_the_same_texts(text):
         ("topk", "topk:density=0.01"),
         ("lossless", "lossless"),
         ("eden:bits=3", "eden:bits=3"),
-        ("powersgd:4", "powersgd:rank=4"),
     ],
 )
 def test_short_texts_are_read_back(text, short):

@@ -131,16 +131,6 @@ MUTANTS = (
         "",
         "transports/tcp/test_reconnect.py::test_a_request_to_connect_that_was_cut_off_is_repeated",
     ),
-    Mutant(
-        "backward-ends-before-its-collectives",
-        "pycomm/reduction/state.py::CompressionState.end_step",
-        "        for wait in step.waits:\n            wait()\n",
-        "        for _ in step.waits:\n            pass\n",
-        (
-            "torch/fsdp/test_compress.py::test_accumulation "
-            "torch/fsdp/test_compress.py::test_exact_gradients_are_those_without_a_codec"
-        ),
-    ),
     # --------------------------------------------- orders: of sums, messages, ranks, random numbers
     Mutant(
         "second-key-word-of-many-not-raised",
@@ -240,13 +230,6 @@ MUTANTS = (
         "self._drop_flushed(kept)",
         "pass",
         "torch/hooks/test_policy.py::test_of_every_kind_of_feedback_nothing_stays",
-    ),
-    Mutant(
-        "powersgd-exact-pieces-owe-again",
-        "pycomm/reduction/powersgd.py::Exchanges._average",
-        "piece.residual.store_worker(torch.zeros_like(target))",
-        "pass",
-        "torch/reduction/test_two_shot.py::test_an_exact_piece_sends_its_residual_once",
     ),
     Mutant(
         "written-side-never-current",

@@ -96,7 +96,6 @@ WAYS: dict[str, Way] = {
     "int4 without feedback": partial(gradients, feedback=None),
     "int4 with decay": partial(gradients, feedback="decay:0.9,storage=int8"),
     "topk with momentum": partial(gradients, codec="topk:0.1", feedback="momentum:0.9"),
-    "PowerSGD": partial(gradients, codec="powersgd:2"),
     "FSDP2": shards,
     "CodedAdamW": momentum,
     "CodedAdamW of shards": partial(momentum, wrap=fully_shard),

@@ -97,11 +97,6 @@ def test_gradients_flow_through_collectives(rank, size):
     assert all(part.grad is not None and part.grad.tolist() == [2.0] * 2 for part in given)
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(9, 7), nn.Linear(7, 1))
-
-
 def resizing_hook(state, bucket):  # DDP would compare annotations with the types
     """Make the bucket larger for a while, as torch's batched_powerSGD_hook does."""
     buffer = bucket.buffer()
@@ -113,20 +108,27 @@ def resizing_hook(state, bucket):  # DDP would compare annotations with the type
 
 @on_ranks(2)
 def test_hooks_of_torch_reduce_alike(rank, size):
-    """Hooks of torch, of which one makes its bucket larger."""
+    """Hooks of torch in several buckets, of which one makes them larger."""
     hooks = (
         (None, default_hooks.fp16_compress_hook),
         (powerSGD_hook.PowerSGDState(None, 1, 2), powerSGD_hook.powerSGD_hook),
         (None, resizing_hook),
     )
     for state, hook in hooks:
-        net = DistributedDataParallel(model())
-        net.register_comm_hook(state, hook)
+        layers = nn.Sequential(nn.Linear(9, 70), nn.Linear(70, 300))
+        net, buckets = DistributedDataParallel(layers, bucket_cap_mb=0.02), set()
+
+        def counted(state, bucket, hook=hook, buckets=buckets):
+            buckets.add(bucket.index())
+            return hook(state, bucket)
+
+        net.register_comm_hook(state, counted)
         for _ in range(4):
             net(torch.full((2, 9), rank + 1.0)).sum().backward()
         gradients = torch.cat([p.grad.reshape(-1) for p in net.parameters()])  # type: ignore[union-attr]
         everybody = [torch.zeros_like(gradients) for _ in range(size)]
         dist.all_gather(everybody, gradients)
+        assert len(buckets) > 1
         assert torch.equal(everybody[0], everybody[1])
         assert gradients.isfinite().all()
 

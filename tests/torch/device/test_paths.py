@@ -47,7 +47,7 @@ def check_ddp(
             results.append({name: g.cpu() for name, g in result.items()})
         state.settle()
     residuals = {
-        name: (str(residual.worker[0].dtype), residual.load_worker(0).cpu())
+        name: (str(residual.worker[0].dtype), residual.current("worker").cpu())
         for name in shapes
         if state.residuals is not None and name in state.residuals
         for residual in [state.residuals[name]]

@@ -129,7 +129,6 @@ def test_layers_may_be_roots_of_their_own(rank, size):
             want, got = exact.grad.to_local(), coded.grad.to_local()
             atol = 0.02 * float(want.abs().max()) if want.dim() == 2 else 1e-7
             torch.testing.assert_close(got, want, rtol=0, atol=atol)
-        assert not state.reducer.step.waits
         assert state.step == step + 1
     return []
 
@@ -342,8 +341,6 @@ def test_refusals(rank, size):
     with pytest.raises(pycomm.Error, match="is compressed already"):
         pycomm.compress(model, "int8")
     fresh = fully_shard(Odd(), mesh=init_device_mesh("cpu", (size,)))
-    with pytest.raises(ValueError, match="averages whole matrices"):
-        pycomm.compress(fresh, "powersgd:4")
     with pytest.raises(pycomm.WireMismatch, match=r"rank 0 has .codec=.*bits=8.*bits=4"):
         pycomm.compress(fresh, ["int8", "int4"][rank])
     holder = nn.Module()
@@ -428,16 +425,6 @@ def test_a_torch_with_other_parts_is_an_error(wrapped, part, name):
     missing = rf"{torch.__version__.split('+')[0]}.*has no {name.removesuffix('s')}"
     with pytest.raises(Error, match=missing):
         list(fsdp_seams.units(wrapped))
-
-
-def test_unknown_futures_are_awaited_at_once(wrapped):
-    """In backward there must be no AttributeError."""
-    (unit,) = fsdp_seams.units(wrapped)
-    assert not unit.only_views(torch.zeros(4))
-    wrapped.group._orig_dtype = torch.float32
-    assert unit.only_views(torch.zeros(4))
-    wrapped.parameter.sharded_grad_dtype = torch.bfloat16  # torch 2.15: of each parameter
-    assert not unit.only_views(torch.zeros(4))
 
 
 # ------------------------------------------------------------------------------------- uncompressed

@@ -154,7 +154,7 @@ def test_a_bad_codec_is_noticed_warned_about_and_left(rank, size):
     assert all("fp16 is off by" in line for line in lines)
 
 
-CODECS = ["int8", "int4", "bf16", "topk:0.01", "powersgd:2", "int2", "eden:bits=1"]
+CODECS = ["int8", "int4", "bf16", "topk:0.01", "int2", "eden:bits=1"]
 
 
 @on_ranks()
@@ -298,13 +298,14 @@ def test_a_policy_that_is_refused_changes_nothing(rank, size):
         state.set_policy("int9")
     with pytest.raises(pycomm.WireMismatch, match="ranks do not compress alike"):
         state.set_policy("int8" if rank == 0 else "int4")
-    sharded = pycomm.compress(fully_shard(network()), "int4")
-    with pytest.raises(ValueError, match="powersgd"):
-        sharded.set_policy("powersgd:2")
-    assert sharded.decisions["0.weight"].codec.name == "quant"
     state.set_policy(Policy("int4", warmup=10**6))
     train(model, rank, 1)
     assert state.decisions["0.weight"].exact
+    coded = DistributedDataParallel(network())
+    optimizer = pycomm.CodedAdamW(coded.parameters(), model=coded)
+    with pytest.raises(ValueError, match="scale=mmse"):
+        optimizer.compression.set_policy("sign 9:eden:bits=1")
+    assert optimizer.compression.decisions["0.weight"].codec.name == "sign"
 
 
 # ------------------------------------------------------------------------------------------ monitor

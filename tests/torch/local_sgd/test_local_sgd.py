@@ -78,7 +78,6 @@ CONVERGES = [
     {"codec": "fp32"},
     {"codec": "int8"},
     {"codec": "int4"},
-    {"codec": "powersgd:4"},
     {"codec": "int8", "lr": 1.0, "momentum": 0.0},
     {"lr": 1.0, "momentum": 0.0, "average": "senders", **SPARSE},
 ]

@@ -74,7 +74,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: of_group(ADAMW, betas=(0.9, 1.0)), "ValueError: CodedAdamW: betas=(0.9, 1.0)"),
     (lambda: made(ADAMW, sparse()), "ValueError: CodedAdamW: 0 has sparse gradients"),
     (lambda: made(ADAMW, ddp(), codec="eden:bits=1"), "scale=mmse"),
-    (lambda: made(ADAMW, ddp(), codec="powersgd:4"), "factors"),
+    (lambda: made(ADAMW, ddp(), codec="sign 4:eden:bits=1"), "scale=mmse"),
     (lambda: made(ADAMW, ddp(), codec="auto"), "name a codec"),
     (lambda: made(ADAMW, ddp(), feedback="decay"), "kind residual"),
     (lambda: made(ADAMW, nn.Linear(4, 4)), "TypeError: CodedAdamW takes a model wrapped"),
