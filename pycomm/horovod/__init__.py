@@ -52,31 +52,18 @@ from pycomm.horovod.operations import allreduce as allreduce
 from pycomm.horovod.operations import allreduce_ as allreduce_
 from pycomm.horovod.operations import allreduce_async as allreduce_async
 from pycomm.horovod.operations import allreduce_async_ as allreduce_async_
-from pycomm.horovod.operations import alltoall as alltoall
-from pycomm.horovod.operations import alltoall_async as alltoall_async
 from pycomm.horovod.operations import barrier as barrier
 from pycomm.horovod.operations import broadcast as broadcast
 from pycomm.horovod.operations import broadcast_ as broadcast_
 from pycomm.horovod.operations import broadcast_async as broadcast_async
 from pycomm.horovod.operations import broadcast_async_ as broadcast_async_
-from pycomm.horovod.operations import grouped_allgather as grouped_allgather
-from pycomm.horovod.operations import grouped_allgather_async as grouped_allgather_async
 from pycomm.horovod.operations import grouped_allreduce as grouped_allreduce
 from pycomm.horovod.operations import grouped_allreduce_ as grouped_allreduce_
 from pycomm.horovod.operations import grouped_allreduce_async as grouped_allreduce_async
 from pycomm.horovod.operations import grouped_allreduce_async_ as grouped_allreduce_async_
-from pycomm.horovod.operations import grouped_reducescatter as grouped_reducescatter
-from pycomm.horovod.operations import grouped_reducescatter_async as grouped_reducescatter_async
 from pycomm.horovod.operations import poll as poll
-from pycomm.horovod.operations import reducescatter as reducescatter
-from pycomm.horovod.operations import reducescatter_async as reducescatter_async
-from pycomm.horovod.operations import sparse_allreduce_async as sparse_allreduce_async
 from pycomm.horovod.operations import synchronize as synchronize
 from pycomm.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
-from pycomm.horovod.process_sets import ProcessSet as ProcessSet
-from pycomm.horovod.process_sets import add_process_set as add_process_set
-from pycomm.horovod.process_sets import global_process_set as global_process_set
-from pycomm.horovod.process_sets import remove_process_set as remove_process_set
 
 HorovodInternalError = errors.Error
 
@@ -91,6 +78,19 @@ __all__ = [
 
 # What Horovod has besides, and what to write instead.
 _ELSEWHERE = {
+    **dict.fromkeys(
+        ("ProcessSet", "global_process_set", "add_process_set", "remove_process_set"),
+        "torch.distributed.new_group(ranks), and torch's collectives on it",
+    ),
+    **dict.fromkeys(
+        ("alltoall", "alltoall_async"), "torch.distributed.all_to_all_single(output, input, ...)"
+    ),
+    **dict.fromkeys(
+        ("reducescatter", "reducescatter_async"),
+        "torch.distributed.reduce_scatter_tensor(output, input)",
+    ),
+    "grouped_allgather": "[hvd.allgather(tensor) for tensor in tensors]",
+    "sparse_allreduce_async": "hvd.allreduce(tensor.to_dense())",
     "join": "torch.distributed.algorithms.Join([model]), with DistributedDataParallel",
     "start_timeline": "PYCOMM_TRACE=folder, or pycomm.trace.dump(folder)",
     "stop_timeline": "PYCOMM_TRACE=folder, or pycomm.trace.dump(folder)",

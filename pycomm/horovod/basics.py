@@ -13,7 +13,6 @@ from torch._C import _distributed_c10d
 
 from pycomm.env import env
 from pycomm.errors import Error
-from pycomm.horovod import process_sets as process_sets_
 from pycomm.launch import launch_env
 from pycomm.policy.exchange import gather_json
 
@@ -39,18 +38,16 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
     torchrun, srun and mpirun tell the ranks who they are; without them there is one rank.
 
     Args:
-        comm: None; the ranks are those that the launcher has started.
-        process_sets: sets of ranks whose groups are made; the same on all ranks.
+        comm, process_sets: None; the ranks are those that the launcher has started.
 
     Raises:
-        Error: a comm is given, or the launcher has not told enough (`pycomm.launch_env`).
-        ValueError: two process sets have the same ranks, or one has ranks that are not there.
+        Error: one of them is given, or the launcher has not told enough (`pycomm.launch_env`).
     """
     global _places, _made_here
-    if comm is not None:
+    if comm is not None or process_sets:
         raise Error(
-            "pycomm.horovod.init takes no comm: the ranks are those that the launcher has "
-            "started, and hvd.add_process_set(ranks) makes smaller groups"
+            "pycomm.horovod.init takes no comm and no process_sets: the ranks are those that the "
+            "launcher has started, and torch.distributed.new_group(ranks) makes smaller groups"
         )
     if is_initialized():
         return
@@ -64,7 +61,6 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         _made_here = True
     group = dist.group.WORLD
     assert group is not None
-    process_sets_.begin(list(process_sets or ()))
     _places = (weakref.ref(group), _compare())
 
 
@@ -92,7 +88,6 @@ def shutdown() -> None:
     global _places, _made_here
     if _made_here and dist.is_initialized():
         dist.destroy_process_group()
-    process_sets_.end()
     _places, _made_here = None, False
 
 
@@ -110,6 +105,17 @@ def places() -> Places:
     if _places is None or not is_initialized():
         raise Error("pycomm.horovod has no group yet: call hvd.init() first")
     return _places[1]
+
+
+def world() -> dist.ProcessGroup:
+    """Return the group of all ranks.
+
+    Raises:
+        Error: `init` was not called.
+    """
+    places()
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def rank() -> int:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.errors import WireMismatch
-from pycomm.horovod.process_sets import ProcessSet, group_of
+from pycomm.horovod.basics import world
 from pycomm.policy.exchange import answer, bytes_of, device_of
 
 TEXT = 200  # bytes of a call's text that travel, for the error
@@ -24,23 +24,20 @@ class Call:
     """One call of a collective on this rank.
 
     Args:
-        process_set: the ranks that make it.
         text: what must be equal on all of them: name, dtype, shape, options.
-        numbers: what may differ, and the others need: one number, or one for each rank.
+        number: what may differ, and the others need.
     """
 
-    def __init__(self, process_set: ProcessSet, text: str, numbers: Sequence[int] = ()) -> None:
-        self.group = group_of(process_set)
+    def __init__(self, text: str, number: int = 0) -> None:
+        self.group = world()
         self.size = self.group.size()
-        self._text = text
-        self._numbers = torch.zeros(self.size, dtype=torch.int64, device="cpu")
-        self._numbers[: len(numbers)] = torch.tensor(list(numbers), dtype=torch.int64, device="cpu")
+        self._number = number
         self._rows: list[torch.Tensor] = []
         self._work: Any = None
         if self.size > 1:
             written = text.encode()
             head = hashlib.blake2b(written, digest_size=16).digest()
-            own = bytearray(head + written[:TEXT].ljust(TEXT) + bytes_of(self._numbers))
+            own = bytearray(head + written[:TEXT].ljust(TEXT) + number.to_bytes(8, "little"))
             sent = torch.frombuffer(own, dtype=torch.uint8).to(device_of(self.group))
             self._rows = [torch.empty_like(sent) for _ in range(self.size)]
             self._work = dist.all_gather(self._rows, sent, group=self.group, async_op=True)
@@ -49,26 +46,24 @@ class Call:
         """Return whether `check` would return at once."""
         return self._work is None or self._work.is_completed()
 
-    def check(self) -> list[list[int]]:
+    def check(self) -> list[int]:
         """Wait for the other ranks' messages, and return their numbers, in rank order.
 
         Raises:
             WireMismatch: another rank makes another call; on all ranks.
         """
         if self.size == 1:
-            return [self._numbers.tolist()]
+            return [self._number]
         rows = [bytes_of(answer(self._work, row)) for row in self._rows]
         for rank, row in enumerate(rows):
             if row[:16] != rows[0][:16]:
                 texts = [r[16 : 16 + TEXT].decode(errors="replace").strip() for r in (rows[0], row)]
-                first, other = (dist.get_global_rank(self.group, r) for r in (0, rank))
                 raise WireMismatch(
-                    f"rank {dist.get_rank()}: rank {first} calls {texts[0]}, and rank {other} "
-                    f"calls {texts[1]}: all ranks must make the same calls of pycomm.horovod, "
+                    f"rank {dist.get_rank()}: rank 0 calls {texts[0]}, and rank {rank} calls "
+                    f"{texts[1]}: all ranks must make the same calls of pycomm.horovod, "
                     "with the same arguments, in one order"
                 )
-        tails = (bytearray(row[16 + TEXT :]) for row in rows)
-        return [torch.frombuffer(tail, dtype=torch.int64).tolist() for tail in tails]
+        return [int.from_bytes(row[-8:], "little") for row in rows]
 
 
 class Handle:

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 
 from pycomm.elastic.contents import keep_dtypes
-from pycomm.horovod.basics import places, rank
+from pycomm.horovod.basics import places, rank, size, world
 from pycomm.horovod.operations import broadcast_async_
-from pycomm.horovod.process_sets import ProcessSet, global_process_set, group_of
 from pycomm.policy.exchange import device_of
 from pycomm.reduction import members
 
@@ -21,7 +20,6 @@ Named = tuple[Any, torch.Tensor]
 def broadcast_parameters(
     params: Mapping[str, torch.Tensor] | Iterable[torch.Tensor | Named],
     root_rank: int = 0,
-    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Overwrite parameters by those of one rank; collective.
 
@@ -29,7 +27,6 @@ def broadcast_parameters(
         params: `model.state_dict()`, `model.named_parameters()` or `model.parameters()`; the same
             on all ranks.
         root_rank: the rank whose values count.
-        process_set: the ranks.
 
     Raises:
         TypeError: an entry is no tensor.
@@ -45,7 +42,7 @@ def broadcast_parameters(
                 f"and found a {type(tensor).__name__}"
             )
     with torch.no_grad():
-        for handle in [broadcast_async_(t, root_rank, None, process_set) for _, t in named]:
+        for handle in [broadcast_async_(t, root_rank) for _, t in named]:
             handle.wait()
 
 
@@ -53,7 +50,6 @@ def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,
     model: Any = None,
-    process_set: ProcessSet = global_process_set,
 ) -> None:
     """Overwrite an optimizer's state and options by those of one rank; collective.
 
@@ -64,44 +60,33 @@ def broadcast_optimizer_state(
         optimizer: any optimizer, also a `DistributedOptimizer`.
         root_rank: the rank whose state counts.
         model: not used.
-        process_set: the ranks.
 
     Raises:
         Error: the state has objects of classes that are no numbers, texts, containers or tensors,
             and that `torch.serialization.add_safe_globals` does not name; on all ranks.
     """
     root = rank() == root_rank
-    group = group_of(process_set)
+    group = world()
     saved = optimizer.state_dict() if root else None
-    root_in_group = process_set.ranks.index(root_rank)
-    saved = members.broadcast_object(saved, root_in_group, group, device_of(group))
+    saved = members.broadcast_object(saved, root_rank, group, device_of(group))
     if not root:
         optimizer.load_state_dict(saved)
         keep_dtypes(optimizer, saved)
 
 
-def broadcast_object(
-    obj: Any,
-    root_rank: int = 0,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Any:
+def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
     """Return the object of one rank; collective.
 
     Any object that can be pickled: reading it runs code that the sender chooses, as with
     `torch.distributed.broadcast_object_list`.
     """
-    group = group_of(process_set)
-    letter = [obj if dist.get_rank() == root_rank else None]
-    dist.broadcast_object_list(letter, root_rank, group=group)
-    return obj if dist.get_rank() == root_rank else letter[0]
+    letter = [obj if rank() == root_rank else None]
+    dist.broadcast_object_list(letter, root_rank)
+    return obj if rank() == root_rank else letter[0]
 
 
-def allgather_object(
-    obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[Any]:
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Return the objects of all ranks, in rank order; collective. See `broadcast_object`."""
-    group = group_of(process_set)
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, obj, group=group)
+    everyone: list[Any] = [None] * size()
+    dist.all_gather_object(everyone, obj)
     return everyone

@@ -1,6 +1,6 @@
 """Horovod's collectives on tensors of any device, each as a function and as a handle.
 
-All ranks of a process set make the same calls in one order (calls.py). A function that waits
+All ranks make the same calls in one order (calls.py). A function that waits
 compares the call first, so that an error leaves the group as it was; an asynchronous one sends the
 comparison along, and `synchronize` raises.
 """
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from pycomm.arguments import typed
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
+from pycomm.horovod.basics import size
 from pycomm.horovod.calls import Call, Handle
-from pycomm.horovod.process_sets import ProcessSet, global_process_set
 from pycomm.policy import Policy
 
 
@@ -109,26 +109,24 @@ def poll(handle: Handle) -> bool:
 
 
 def _start(
-    process_set: ProcessSet,
     name: str | None,
     text: str,
-    launch: Callable[[Call, list[list[int]]], tuple[Sequence[Any], Callable[[], Any]]],
+    launch: Callable[[Call, list[int]], tuple[Sequence[Any], Callable[[], Any]]],
     *,
     waits: bool,
-    numbers: Sequence[int] = (),
+    number: int = 0,
 ) -> Handle:
     """Start an operation.
 
     Args:
-        process_set: the ranks.
         name: the user's name.
         text: of the call.
-        launch: starts it; gets the call and, if it waits, the numbers of all ranks; returns works
+        launch: starts it; gets the call and, if it waits, all ranks' numbers; returns works
             and a function that returns the result.
         waits: the ranks compare the call before it starts.
-        numbers: of this rank, without which the others cannot start.
+        number: of this rank, without which the others cannot start.
     """
-    call = Call(process_set, f"{text} called {name!r}" if name else text, numbers)
+    call = Call(f"{text} called {name!r}" if name else text, number)
     if waits:
         return Handle(None, *launch(call, call.check()))
     return Handle(call, *launch(call, []))
@@ -234,7 +232,6 @@ def _allreduce_(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
     *,
     waits: bool,
 ) -> Handle:
@@ -243,10 +240,10 @@ def _allreduce_(
     flat = [place.contiguous() for place in places]
     factors = float(prescale_factor), float(postscale_factor)  # whatever kind of number ranks give
 
-    def launch(call: Call, _: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
+    def launch(call: Call, _: list[int]) -> tuple[Sequence[Any], Callable[[], Any]]:
         sent = [_summand(tensor, op, factors) for tensor in flat]
         reduction = _reduction(op)
-        works = [dist.all_reduce(t, reduction, group=call.group, async_op=True) for t in sent]
+        works = [dist.all_reduce(t, reduction, async_op=True) for t in sent]
 
         def finish() -> list[torch.Tensor]:
             for place, values in zip(places, sent, strict=True):
@@ -258,7 +255,7 @@ def _allreduce_(
         return works, finish
 
     text = f"allreduce ({op.name}, scaled by {factors}) of {', '.join(map(_named, tensors))}"
-    return _start(process_set, name, text, launch, waits=waits)
+    return _start(name, text, launch, waits=waits)
 
 
 def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
@@ -266,7 +263,7 @@ def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], *args: Any, **kwar
 
     Args:
         tensors: of the same shapes and dtypes on all ranks.
-        args, kwargs: average, name, op, prescale_factor, postscale_factor, process_set.
+        args, kwargs: average, name, op, prescale_factor, postscale_factor.
 
     Raises:
         ValueError: both op and average are given.
@@ -323,10 +320,6 @@ def _parts(
     return [(tensor, f"{name}.{n}" if name else None) for n, tensor in enumerate(tensors)]
 
 
-def _all(handles: Sequence[Handle]) -> Handle:
-    return Handle(None, handles, lambda: [handle.wait() for handle in handles])
-
-
 def allreduce(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -335,7 +328,6 @@ def allreduce(
     op: Op | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Return the average over the ranks, or another reduction; the tensor stays as it is.
 
@@ -351,7 +343,6 @@ def allreduce(
         op: None means Average, which rounds integers towards zero.
         prescale_factor: factor of each rank's values before they are reduced.
         postscale_factor: factor of the result.
-        process_set: the ranks.
 
     Raises:
         ValueError: both op and average are given.
@@ -364,7 +355,7 @@ def allreduce(
     if tensor.requires_grad and chosen not in (Op.Average, Op.Sum):
         raise Error(f"no gradients flow through {chosen.name}: detach the tensor first")
     compressed, context = compression.compress(tensor)
-    options = (chosen, prescale_factor, postscale_factor, process_set)
+    options = (chosen, prescale_factor, postscale_factor)
 
     def reduce(values: torch.Tensor, name: str | None = None) -> Any:
         return _allreduce_([values.clone()], None, name, *options, waits=True).wait()[0]
@@ -382,150 +373,10 @@ def _refuse_codec(compression: Any) -> None:
         )
 
 
-def sparse_allreduce_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: Op | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Callable[[], torch.Tensor]:
-    """Start to sum sparse tensors of the ranks, by gathering their indices and values.
-
-    Args:
-        tensor: a sparse COO tensor of the same shape on all ranks.
-        name: the same on all ranks, or None.
-        op: Average (None) or Sum.
-        process_set: the ranks.
-
-    Returns:
-        A function that waits, and returns the sparse result.
-    """
-    chosen = _op(op)
-    if chosen not in (Op.Average, Op.Sum):
-        raise Error(f"sparse tensors can be averaged or summed, not reduced by {chosen.name}")
-    own = tensor.detach().coalesce()
-    indices = allgather_async(own.indices().t().contiguous(), name and f"{name}.i", process_set)
-    values = allgather_async(own.values(), name and f"{name}.v", process_set)
-
-    def result() -> torch.Tensor:
-        ranks = len(process_set.ranks)
-        where, what = indices.wait().t(), _summand(values.wait(), chosen, (1.0, 1.0))
-        summed = torch.sparse_coo_tensor(where, what, tensor.shape).coalesce()
-        results = _finished(summed.values(), tensor.dtype, chosen, ranks, 1.0)
-        places = summed.indices()
-        return torch.sparse_coo_tensor(places, results, tensor.shape, is_coalesced=True)
-
-    return result
-
-
-def reducescatter_async(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    op: Op | None = None,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    *,
-    waits: bool = False,
-) -> Handle:
-    """Start a reduction of which each rank gets a part; the arguments are `reducescatter`'s.
-
-    With `waits` the ranks compare the call first.
-    """
-    chosen, factors = _op(op), (float(prescale_factor), float(postscale_factor))
-    if tensor.dim() == 0:
-        raise ValueError("reducescatter cuts the first dimension, and a scalar has none")
-
-    def launch(call: Call, _: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
-        own = tensor.detach().clone(memory_format=torch.contiguous_format)
-        own = _summand(own, chosen, factors)
-        rows, more = divmod(own.shape[0], call.size)
-        if more == 0:
-            out = own.new_empty((rows, *own.shape[1:]))
-            reduction = _reduction(chosen)
-            scatter = dist.reduce_scatter_tensor
-            work = scatter(out, own, reduction, group=call.group, async_op=True)
-        else:  # the first ranks get a row more
-            work = dist.all_reduce(own, _reduction(chosen), group=call.group, async_op=True)
-            rank = dist.get_rank(call.group)
-            begin = rank * rows + min(rank, more)
-            out = own[begin : begin + rows + (rank < more)]
-
-        def finish() -> torch.Tensor:
-            result = out.clone() if more else out
-            return _finished(result, tensor.dtype, chosen, call.size, factors[1])
-
-        return [work], finish
-
-    text = f"reducescatter ({chosen.name}, scaled by {factors}) of {_named(tensor)}"
-    return _start(process_set, name, text, launch, waits=waits)
-
-
-def reducescatter(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    compression: Any = Compression.none,
-    op: Op | None = None,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> torch.Tensor:
-    """Reduce tensors, and return this rank's rows of the result.
-
-    Rows are shared out in rank order; where they do not divide evenly, the first ranks get one
-    more. Gradients flow through Average and Sum as through Horovod's, whose gradient of a sum is
-    multiplied by the number of ranks.
-
-    Args:
-        tensor: of one dimension at least, of the same shape and dtype on all ranks.
-        name: the same on all ranks, or None.
-        compression: as of `allreduce`.
-        op: None means Average.
-        process_set: the ranks.
-        prescale_factor: factor of each rank's values before they are reduced.
-        postscale_factor: factor of the result.
-
-    Raises:
-        ValueError: the tensor has no dimension.
-        WireMismatch: another rank makes another call; the group can be used on.
-    """
-    _refuse_codec(compression)
-    compressed, context = compression.compress(tensor)
-    options = op, process_set, prescale_factor, postscale_factor
-
-    def gathered(gradient: torch.Tensor) -> Any:
-        factor = prescale_factor * postscale_factor
-        factor *= len(process_set.ranks) if op is Op.Sum else 1
-        return allgather_async(gradient * factor, None, process_set).wait()
-
-    reduced = _differentiable(
-        compressed,
-        lambda values: reducescatter_async(values, name, *options, waits=True).wait(),
-        gathered,
-    )
-    result: torch.Tensor = compression.decompress(reduced, context)
-    return result
-
-
-def grouped_reducescatter_async(
-    tensors: Sequence[torch.Tensor], name: str | None = None, *args: Any, **kwargs: Any
-) -> Handle:
-    """Start several reductions of which each rank gets a part."""
-    return _all([reducescatter_async(t, n, *args, **kwargs) for t, n in _parts(tensors, name)])
-
-
-def grouped_reducescatter(
-    tensors: Sequence[torch.Tensor], name: str | None = None, *args: Any, **kwargs: Any
-) -> list[torch.Tensor]:
-    """Reduce several tensors, and return this rank's rows of each; see `reducescatter`."""
-    return [reducescatter(t, n, *args, **kwargs) for t, n in _parts(tensors, name)]
-
-
 # ------------------------------------------------------------------------------- moves
 
 
-def allgather_async(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> Handle:
+def allgather_async(tensor: torch.Tensor, name: str | None = None) -> Handle:
     """Start to gather tensors that may differ in their first dimension.
 
     The lengths travel first, and this call waits for them.
@@ -533,7 +384,6 @@ def allgather_async(
     Args:
         tensor: the dimensions after the first are equal on all ranks; a scalar is one row.
         name: the same on all ranks, or None.
-        process_set: the ranks.
 
     Raises:
         WireMismatch: another rank makes another call; the group can be used on.
@@ -541,18 +391,16 @@ def allgather_async(
     own = tensor.detach().contiguous()
     own = own if own.dim() else own.view(1)
 
-    def launch(call: Call, numbers: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
-        parts = [own.new_empty((length[0], *own.shape[1:])) for length in numbers]
-        work = dist.all_gather(parts, own, group=call.group, async_op=True)
+    def launch(call: Call, lengths: list[int]) -> tuple[Sequence[Any], Callable[[], Any]]:
+        parts = [own.new_empty((length, *own.shape[1:])) for length in lengths]
+        work = dist.all_gather(parts, own, async_op=True)
         return [work], lambda: torch.cat(parts)
 
     text = f"allgather of {_named(own, rows=True)}"
-    return _start(process_set, name, text, launch, waits=True, numbers=[own.shape[0]])
+    return _start(name, text, launch, waits=True, number=own.shape[0])
 
 
-def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
+def allgather(tensor: torch.Tensor, name: str | None = None) -> torch.Tensor:
     """Return all ranks' tensors, one behind the other along the first dimension, in rank order.
 
     Gradients flow back averaged over the ranks, as Horovod's do.
@@ -560,65 +408,39 @@ def allgather(
     Args:
         tensor: the first dimension may differ between ranks, the others not; a scalar is one row.
         name: the same on all ranks, or None.
-        process_set: the ranks.
     """
     shape = tensor.shape
     return _differentiable(
         tensor,
-        lambda values: allgather_async(values, name, process_set).wait(),
-        lambda gradient: _own_rows(gradient, shape[0] if shape else 1, process_set).view(shape),
+        lambda values: allgather_async(values, name).wait(),
+        lambda gradient: _own_rows(gradient, shape[0] if shape else 1).view(shape),
     )
 
 
-def _own_rows(gradient: torch.Tensor, length: int, process_set: ProcessSet) -> torch.Tensor:
+def _own_rows(gradient: torch.Tensor, length: int) -> torch.Tensor:
     """Return this rank's rows of the average gradient."""
-    averaged: torch.Tensor = allreduce(gradient, process_set=process_set)
-    own = torch.tensor([length], dtype=torch.int64, device="cpu")
-    lengths = allgather_async(own, None, process_set).wait()
-    begin = int(lengths[: process_set.rank()].sum())
+    averaged: torch.Tensor = allreduce(gradient)
+    begin = sum(Call("the gradient of an allgather", length).check()[: dist.get_rank()])
     return averaged[begin : begin + length]
 
 
-def grouped_allgather_async(
-    tensors: Sequence[torch.Tensor],
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Start to gather several tensors; see `allgather_async`."""
-    return _all([allgather_async(t, n, process_set) for t, n in _parts(tensors, name)])
-
-
-def grouped_allgather(
-    tensors: Sequence[torch.Tensor],
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
-    """Gather several tensors; see `allgather`."""
-    return [allgather(t, n, process_set) for t, n in _parts(tensors, name)]
-
-
 def broadcast_async_(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-    *,
-    waits: bool = False,
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, *, waits: bool = False
 ) -> Handle:
     """Start to overwrite a tensor by that of `root_rank`, a rank of the job.
 
     With `waits` the ranks compare the call first.
 
     Raises:
-        ValueError: root_rank is not in the process set.
+        ValueError: root_rank is no rank of the job.
     """
-    if root_rank not in process_set.ranks:
-        raise ValueError(f"root_rank={root_rank} is not in {process_set}")
+    if not 0 <= root_rank < size():
+        raise ValueError(f"root_rank={root_rank} is no rank of this job of {size()} ranks")
     flat = tensor.detach()
     values = flat if flat.is_contiguous() else flat.contiguous()
 
-    def launch(call: Call, _: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
-        work = dist.broadcast(values, root_rank, group=call.group, async_op=True)
+    def launch(call: Call, _: list[int]) -> tuple[Sequence[Any], Callable[[], Any]]:
+        work = dist.broadcast(values, root_rank, async_op=True)
 
         def finish() -> torch.Tensor:
             if values is not flat:
@@ -628,7 +450,7 @@ def broadcast_async_(
         return [work], finish
 
     text = f"broadcast from rank {root_rank} of {_named(tensor)}"
-    return _start(process_set, name, text, launch, waits=waits)
+    return _start(name, text, launch, waits=waits)
 
 
 def broadcast_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
@@ -642,120 +464,25 @@ def broadcast_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return result
 
 
-def broadcast(
-    tensor: torch.Tensor,
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
+def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> torch.Tensor:
     """Return the tensor of `root_rank`; of the same shape and dtype on all ranks.
 
     Gradients flow to the tensor of `root_rank`, averaged over the ranks, as Horovod's do.
 
     Raises:
-        ValueError: root_rank is not in the process set.
+        ValueError: root_rank is no rank of the job.
         WireMismatch: another rank makes another call; the group can be used on.
     """
 
     def own(gradient: torch.Tensor) -> torch.Tensor:
-        averaged = allreduce(gradient, process_set=process_set)
+        averaged = allreduce(gradient)
         return averaged if dist.get_rank() == root_rank else torch.zeros_like(averaged)
 
     return _differentiable(
-        tensor, lambda values: broadcast_(values.clone(), root_rank, name, process_set), own
+        tensor, lambda values: broadcast_(values.clone(), root_rank, name), own
     )
 
 
-def _alltoall(
-    tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None,
-    name: str | None,
-    process_set: ProcessSet,
-) -> Handle:
-    """Start an exchange whose result is a tensor, and the rows that came from each rank."""
-    ranks = len(process_set.ranks)
-    if tensor.dim() == 0:
-        raise ValueError("alltoall cuts the first dimension, and a scalar has none")
-    if splits is None:
-        if tensor.shape[0] % ranks:
-            raise ValueError(
-                f"alltoall without splits cuts the first dimension into {ranks} equal parts, and "
-                f"{tensor.shape[0]} rows do not divide evenly: pass splits"
-            )
-        given = [tensor.shape[0] // ranks] * ranks
-    else:
-        if isinstance(splits, torch.Tensor) and splits.dtype not in (torch.int32, torch.int64):
-            raise ValueError(f"splits are integers, not {splits.dtype}")
-        given = [int(n) for n in splits]
-    if len(given) != ranks or min(given) < 0 or sum(given) != tensor.shape[0]:
-        raise ValueError(
-            f"splits={given} are to cut {tensor.shape[0]} rows into {ranks} parts, one for a rank"
-        )
-    own = tensor.detach().contiguous()
-
-    def launch(call: Call, numbers: list[list[int]]) -> tuple[Sequence[Any], Callable[[], Any]]:
-        taken = [row[dist.get_rank(call.group)] for row in numbers]
-        out = own.new_empty((sum(taken), *own.shape[1:]))
-        work = dist.all_to_all_single(out, own, taken, given, group=call.group, async_op=True)
-        like = splits if isinstance(splits, torch.Tensor) else None
-        device = like.device if like is not None else torch.device("cpu")
-        received = torch.tensor(taken, dtype=torch.int32, device=device)
-        return [work], lambda: (out, received)
-
-    text = f"alltoall of {_named(tensor, rows=True)}"
-    return _start(process_set, name, text, launch, waits=True, numbers=given)
-
-
-def alltoall_async(
-    tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> Handle:
-    """Start to send rows of a tensor to each rank; the result is as that of `alltoall`.
-
-    The splits travel first, and this call waits for them.
-    """
-    handle = _alltoall(tensor, splits, name, process_set)
-    return handle if splits is not None else Handle(None, [handle], lambda: handle.wait()[0])
-
-
-def alltoall(
-    tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Send rows of a tensor to each rank, and return those that the ranks have sent to this one.
-
-    Args:
-        tensor: of one dimension at least; the others are equal on all ranks.
-        splits: the rows for each rank, in rank order; None: equally many.
-        name: the same on all ranks, or None.
-        process_set: the ranks.
-
-    Returns:
-        The rows, in rank order; with splits also the number that came from each rank.
-
-    Raises:
-        ValueError: the splits do not fit the tensor.
-        WireMismatch: another rank makes another call; the group can be used on.
-    """
-    received: Any = None
-
-    def move(values: torch.Tensor) -> Any:
-        nonlocal received
-        rows, received = _alltoall(values, splits, name, process_set).wait()
-        return rows
-
-    rows = _differentiable(
-        tensor,
-        move,
-        lambda gradient: _alltoall(gradient, received.tolist(), None, process_set).wait()[0],
-    )
-    return rows if splits is None else (rows, received)
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks of the process set have called it."""
-    Call(process_set, "barrier").check()
+def barrier() -> None:
+    """Wait until all ranks have called it."""
+    Call("barrier").check()

@@ -24,15 +24,9 @@ from torch._C._distributed_c10d import (
 
 from pycomm.arguments import typed, whole
 from pycomm.errors import Error, WireMismatch
-from pycomm.horovod.basics import size
+from pycomm.horovod.basics import world
 from pycomm.horovod.calls import Call
 from pycomm.horovod.operations import Coded, Compression, Op
-from pycomm.horovod.process_sets import (
-    ProcessSet,
-    check_made,
-    global_process_set,
-    group_of,
-)
 from pycomm.policy import EXACT, Policy
 from pycomm.reduction.state import CompressionState
 
@@ -161,16 +155,12 @@ class GradientReducer:
         compression: Any,
         passes: int,
         op: Op,
-        process_set: ProcessSet,
     ) -> None:
         self.passes, self.op = passes, op
         self.names = names
         self._optimizer = weakref.ref(optimizer)
-        self._process_set = process_set
         policy, feedback = _policy(compression)
-        self.state = CompressionState(
-            policy, feedback=feedback, process_group=group_of(process_set)
-        )
+        self.state = CompressionState(policy, feedback=feedback, process_group=world())
         self._buckets: list[GradientBucket] = []
         self._place: dict[torch.nn.Parameter, GradientBucket] = {}
         self._count: dict[torch.nn.Parameter, int] = {}
@@ -231,7 +221,7 @@ class GradientReducer:
             f"a step that trains {len(parts)} parameters by {self.op.name}, {self.passes} backward "
             f"passes ({few}; {digest})"
         )
-        self._call = Call(self._process_set, text)
+        self._call = Call(text)
         for bucket in self._buckets:
             bucket.missing = sum(p.requires_grad for p in bucket.parameters)
         self.state.begin_step()
@@ -348,20 +338,14 @@ def _policy(compression: Any) -> tuple[str | Policy, Any]:
 class _Distributed(torch.optim.Optimizer):
     """What a `DistributedOptimizer` has besides its optimizer's class, which it inherits."""
 
-    _reducer: GradientReducer | None  # None: the process set does not include this rank
+    _reducer: GradientReducer
     _parameter_names: dict[torch.nn.Parameter, str]
     _synchronized: bool
     _skips: bool
 
     @property
     def compression_state(self) -> CompressionState:
-        """Codecs and residuals: `summary()`, and `state_dict()` for checkpoints.
-
-        Raises:
-            Error: the process set does not include this rank.
-        """
-        if self._reducer is None:
-            raise Error("this rank is not in the optimizer's process set, and compresses nothing")
+        """Codecs and residuals: `summary()`, and `state_dict()` for checkpoints."""
         return self._reducer.state
 
     def __getstate__(self) -> dict[str, Any]:
@@ -382,7 +366,7 @@ class _Distributed(torch.optim.Optimizer):
         Raises:
             Error: they are.
         """
-        if self._reducer is not None and self._reducer.pending:
+        if self._reducer.pending:
             raise Error(
                 f"{what}: gradients are on the way: call optimizer.step() or "
                 "optimizer.synchronize() first"
@@ -396,14 +380,12 @@ class _Distributed(torch.optim.Optimizer):
         """
         whole("passes", passes, 1)
         self._check_idle("set_backward_passes_per_step() between backward() and step()")
-        if self._reducer is not None:
-            self._reducer.passes = passes
-            self._reducer.reset()
+        self._reducer.passes = passes
+        self._reducer.reset()
 
     def synchronize(self) -> None:
         """Wait until the gradients of all ranks are averaged, to clip them before `step`."""
-        if self._reducer is not None:
-            self._reducer.finish()
+        self._reducer.finish()
         self._synchronized = True
 
     @contextmanager
@@ -435,8 +417,7 @@ class _Distributed(torch.optim.Optimizer):
                     "with optimizer.skip_synchronize(): optimizer.step()",
                     stacklevel=2,
                 )
-            if self._reducer is not None:
-                self._reducer.finish()
+            self._reducer.finish()
         self._synchronized = False
         super().step()
         return loss
@@ -462,7 +443,6 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: Any = None,
     sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Return an optimizer of the same class that averages gradients over all ranks; collective.
 
@@ -477,7 +457,6 @@ def DistributedOptimizer(
         num_groups: not used: gradients travel in buckets.
         groups: not used.
         sparse_as_dense: not used: sparse gradients always travel dense.
-        process_set: the ranks that average; on others the optimizer is as before.
 
     The first step compares `op` and `backward_passes_per_step`, which are equal on all ranks.
 
@@ -500,7 +479,7 @@ def DistributedOptimizer(
             "this is a DistributedOptimizer already, which would average twice: use it as it is"
         )
     names = _named(optimizer, named_parameters)
-    size()
+    world()
     if op not in (Op.Average, Op.Sum):
         raise Error(f"DistributedOptimizer averages or sums gradients: op=hvd.Average, not {op}")
     if isinstance(optimizer, (torch.optim.LBFGS, torch.optim.SparseAdam)):
@@ -509,11 +488,7 @@ def DistributedOptimizer(
             "DistributedDataParallel instead"
         )
     passes = whole("backward_passes_per_step", backward_passes_per_step, 1)
-    check_made(process_set)
-    reducer = None
-    if process_set.included():
-        options = (compression, passes, op, process_set)
-        reducer = GradientReducer(optimizer, names, *options)
+    reducer = GradientReducer(optimizer, names, compression, passes, op)
     # The same object's class changes, so that its state and whoever knows it stay: schedulers do.
     base = type(optimizer)
     optimizer.__class__ = type(base.__name__, (_Distributed, base), {"__module__": base.__module__})
