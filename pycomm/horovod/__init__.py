@@ -57,10 +57,6 @@ from pycomm.horovod.operations import broadcast as broadcast
 from pycomm.horovod.operations import broadcast_ as broadcast_
 from pycomm.horovod.operations import broadcast_async as broadcast_async
 from pycomm.horovod.operations import broadcast_async_ as broadcast_async_
-from pycomm.horovod.operations import grouped_allreduce as grouped_allreduce
-from pycomm.horovod.operations import grouped_allreduce_ as grouped_allreduce_
-from pycomm.horovod.operations import grouped_allreduce_async as grouped_allreduce_async
-from pycomm.horovod.operations import grouped_allreduce_async_ as grouped_allreduce_async_
 from pycomm.horovod.operations import poll as poll
 from pycomm.horovod.operations import synchronize as synchronize
 from pycomm.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
@@ -89,7 +85,10 @@ _ELSEWHERE = {
         ("reducescatter", "reducescatter_async"),
         "torch.distributed.reduce_scatter_tensor(output, input)",
     ),
-    "grouped_allgather": "[hvd.allgather(tensor) for tensor in tensors]",
+    **dict.fromkeys(
+        ("grouped_allgather", "grouped_allreduce", "grouped_reducescatter"),
+        "the same of each tensor, as [hvd.allreduce(tensor) for tensor in tensors]",
+    ),
     "sparse_allreduce_async": "hvd.allreduce(tensor.to_dense())",
     "join": "torch.distributed.algorithms.Join([model]), with DistributedDataParallel",
     "start_timeline": "PYCOMM_TRACE=folder, or pycomm.trace.dump(folder)",

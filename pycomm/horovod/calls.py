@@ -7,7 +7,7 @@ as with `torch.distributed`, and each call is preceded by a small message that s
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,17 +71,17 @@ class Handle:
 
     Args:
         call: what the ranks compare; None: nothing.
-        works: the operations, with `wait` and `is_completed`.
+        work: the operation, with `wait` and `is_completed`.
         finish: returns the result, once.
     """
 
-    def __init__(self, call: Call | None, works: Sequence[Any], finish: Callable[[], Any]) -> None:
-        self._call, self._works = call, list(works)
+    def __init__(self, call: Call | None, work: Any, finish: Callable[[], Any]) -> None:
+        self._call, self._work = call, work
         self._finish: Callable[[], Any] | None = finish
         self._result: Any = None
 
     def wait(self) -> Any:
-        """Wait for the end, and return the tensor, or the list of tensors.
+        """Wait for the end, and return the tensor.
 
         Raises:
             Error: the operation failed; the text says which rank and why.
@@ -89,14 +89,12 @@ class Handle:
         if self._call is not None:
             self._call.check()
             self._call = None
-        for work in self._works:
-            work.wait()
+        self._work.wait()
         if self._finish is not None:
             self._result, self._finish = self._finish(), None
         return self._result
 
     def is_completed(self) -> bool:
         """Return whether `wait` would return at once."""
-        return (self._call is None or self._call.is_answered()) and all(
-            work.is_completed() for work in self._works
-        )
+        answered = self._call is None or self._call.is_answered()
+        return answered and bool(self._work.is_completed())

@@ -7,7 +7,7 @@ comparison along, and `synchronize` raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -111,7 +111,7 @@ def poll(handle: Handle) -> bool:
 def _start(
     name: str | None,
     text: str,
-    launch: Callable[[Call, list[int]], tuple[Sequence[Any], Callable[[], Any]]],
+    launch: Callable[[Call, list[int]], tuple[Any, Callable[[], Any]]],
     *,
     waits: bool,
     number: int = 0,
@@ -121,8 +121,8 @@ def _start(
     Args:
         name: the user's name.
         text: of the call.
-        launch: starts it; gets the call and, if it waits, all ranks' numbers; returns works
-            and a function that returns the result.
+        launch: starts it; gets the call and, if it waits, all ranks' numbers; returns the
+            operation and a function that returns the result.
         waits: the ranks compare the call before it starts.
         number: of this rank, without which the others cannot start.
     """
@@ -226,7 +226,7 @@ def _reduction(op: Op) -> Any:
 
 
 def _allreduce_(
-    tensors: Sequence[torch.Tensor],
+    tensor: torch.Tensor,
     average: bool | None = None,
     name: str | None = None,
     op: Op | None = None,
@@ -236,88 +236,48 @@ def _allreduce_(
     waits: bool,
 ) -> Handle:
     op = _op(op, average)
-    places = [tensor.detach() for tensor in tensors]  # parameters are written as well
-    flat = [place.contiguous() for place in places]
+    place = tensor.detach()  # parameters are written as well
+    flat = place.contiguous()
     factors = float(prescale_factor), float(postscale_factor)  # whatever kind of number ranks give
 
-    def launch(call: Call, _: list[int]) -> tuple[Sequence[Any], Callable[[], Any]]:
-        sent = [_summand(tensor, op, factors) for tensor in flat]
-        reduction = _reduction(op)
-        works = [dist.all_reduce(t, reduction, async_op=True) for t in sent]
+    def launch(call: Call, _: list[int]) -> tuple[Any, Callable[[], Any]]:
+        sent = _summand(flat, op, factors)
 
-        def finish() -> list[torch.Tensor]:
-            for place, values in zip(places, sent, strict=True):
-                result = _finished(values, place.dtype, op, call.size, factors[1])
-                if result is not place:
-                    place.copy_(result)
-            return list(tensors)
+        def finish() -> torch.Tensor:
+            result = _finished(sent, place.dtype, op, call.size, factors[1])
+            if result is not place:
+                place.copy_(result)
+            return tensor
 
-        return works, finish
+        return dist.all_reduce(sent, _reduction(op), async_op=True), finish
 
-    text = f"allreduce ({op.name}, scaled by {factors}) of {', '.join(map(_named, tensors))}"
+    text = f"allreduce ({op.name}, scaled by {factors}) of {_named(tensor)}"
     return _start(name, text, launch, waits=waits)
 
 
-def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
-    """Start an all-reduce of several tensors in place; the arguments are those of `allreduce`.
+def allreduce_async_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
+    """Start an all-reduce in place.
 
     Args:
-        tensors: of the same shapes and dtypes on all ranks.
-        args, kwargs: average, name, op, prescale_factor, postscale_factor.
+        tensor: of the same shape and dtype on all ranks.
+        args, kwargs: average, name, op, prescale_factor, postscale_factor, as of `allreduce`.
 
     Raises:
         ValueError: both op and average are given.
         Error: there is no group, or op is Adasum.
     """
-    return _allreduce_(tensors, *args, waits=False, **kwargs)
-
-
-def grouped_allreduce_(
-    tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any
-) -> list[torch.Tensor]:
-    """All-reduce several tensors in place; see `grouped_allreduce_async_`."""
-    return list(_allreduce_(tensors, *args, waits=True, **kwargs).wait())
-
-
-def grouped_allreduce_async(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
-    """Start an all-reduce of several tensors, whose results are new tensors."""
-    return grouped_allreduce_async_([t.detach().clone() for t in tensors], *args, **kwargs)
-
-
-def grouped_allreduce(
-    tensors: Sequence[torch.Tensor],
-    average: bool | None = None,
-    name: str | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> list[torch.Tensor]:
-    """All-reduce several tensors and return the results; gradients flow through, as `allreduce`."""
-    return [allreduce(t, average, part, *args, **kwargs) for t, part in _parts(tensors, name)]
-
-
-def allreduce_async_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
-    """Start an all-reduce in place; the arguments are those of `grouped_allreduce_async_`."""
-    return _single(grouped_allreduce_async_([tensor], *args, **kwargs))
+    return _allreduce_(tensor, *args, waits=False, **kwargs)
 
 
 def allreduce_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
-    """Start an all-reduce whose result is a new tensor."""
-    return _single(grouped_allreduce_async([tensor], *args, **kwargs))
+    """Start an all-reduce whose result is a new tensor; see `allreduce_async_`."""
+    return allreduce_async_(tensor.detach().clone(), *args, **kwargs)
 
 
 def allreduce_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """All-reduce in place; the arguments are those of `grouped_allreduce_async_`."""
-    return grouped_allreduce_([tensor], *args, **kwargs)[0]
-
-
-def _single(handle: Handle) -> Handle:
-    return Handle(None, [handle], lambda: handle.wait()[0])
-
-
-def _parts(
-    tensors: Sequence[torch.Tensor], name: str | None
-) -> list[tuple[torch.Tensor, str | None]]:
-    return [(tensor, f"{name}.{n}" if name else None) for n, tensor in enumerate(tensors)]
+    """All-reduce in place; the arguments are those of `allreduce_async_`."""
+    result: torch.Tensor = _allreduce_(tensor, *args, waits=True, **kwargs).wait()
+    return result
 
 
 def allreduce(
@@ -358,7 +318,7 @@ def allreduce(
     options = (chosen, prescale_factor, postscale_factor)
 
     def reduce(values: torch.Tensor, name: str | None = None) -> Any:
-        return _allreduce_([values.clone()], None, name, *options, waits=True).wait()[0]
+        return _allreduce_(values.clone(), None, name, *options, waits=True).wait()
 
     reduced = _differentiable(compressed, lambda values: reduce(values, name), reduce)
     result: torch.Tensor = compression.decompress(reduced, context)
@@ -391,10 +351,10 @@ def allgather_async(tensor: torch.Tensor, name: str | None = None) -> Handle:
     own = tensor.detach().contiguous()
     own = own if own.dim() else own.view(1)
 
-    def launch(call: Call, lengths: list[int]) -> tuple[Sequence[Any], Callable[[], Any]]:
+    def launch(call: Call, lengths: list[int]) -> tuple[Any, Callable[[], Any]]:
         parts = [own.new_empty((length, *own.shape[1:])) for length in lengths]
         work = dist.all_gather(parts, own, async_op=True)
-        return [work], lambda: torch.cat(parts)
+        return work, lambda: torch.cat(parts)
 
     text = f"allgather of {_named(own, rows=True)}"
     return _start(name, text, launch, waits=True, number=own.shape[0])
@@ -439,7 +399,7 @@ def broadcast_async_(
     flat = tensor.detach()
     values = flat if flat.is_contiguous() else flat.contiguous()
 
-    def launch(call: Call, _: list[int]) -> tuple[Sequence[Any], Callable[[], Any]]:
+    def launch(call: Call, _: list[int]) -> tuple[Any, Callable[[], Any]]:
         work = dist.broadcast(values, root_rank, async_op=True)
 
         def finish() -> torch.Tensor:
@@ -447,7 +407,7 @@ def broadcast_async_(
                 flat.copy_(values)
             return tensor
 
-        return [work], finish
+        return work, finish
 
     text = f"broadcast from rank {root_rank} of {_named(tensor)}"
     return _start(name, text, launch, waits=waits)

@@ -39,13 +39,12 @@ def test_allreduce(rank, size):
         (hvd.allreduce(x, compression=hvd.Compression.fp16), (total / size).half().float()),
         (hvd.allreduce(torch.tensor(float(rank))), torch.tensor(sum(range(size)) / size)),
         (x, base * (rank + 1)),  # none of these has changed it
-        (hvd.grouped_allreduce([x, n], op=hvd.Sum), [total, integers]),
         (hvd.synchronize(hvd.allreduce_async(x, op=hvd.Sum)), total),
     ):
         assert equal(got, want)
-    handle = hvd.grouped_allreduce_async_([x, n], op=hvd.Sum)
-    assert equal(hvd.synchronize(handle), [total, integers])
-    assert hvd.poll(handle)
+    handles = [hvd.allreduce_async_(tensor, op=hvd.Sum) for tensor in (x, n)]
+    assert equal([hvd.synchronize(handle) for handle in handles], [total, integers])
+    assert all(map(hvd.poll, handles))
     assert equal([x, n], [total, integers])
     parameter = torch.nn.Parameter(torch.full((2,), rank + 1.0))
     assert hvd.allreduce_(parameter) is parameter
