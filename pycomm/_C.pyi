@@ -219,16 +219,8 @@ def adamw_step(
     threads: int,
     /,
 ) -> None: ...
-def adamw_step_on_device(
-    tensors: Sequence[tuple[int, ...]],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    stream: int,
-    /,
-) -> None: ...
+
+adamw_step_on_device = adamw_step  # the last argument is a stream
 
 # -- stores (core/stores.cpp)
 

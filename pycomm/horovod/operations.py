@@ -163,7 +163,7 @@ def _differentiable(
 # ------------------------------------------------------------------------------- reductions
 
 
-def _op(op: Op | None, average: bool | None = None) -> Op:
+def _op(op: Op | None, average: bool | None) -> Op:
     if op is not None and average is not None:
         raise ValueError("op= and average= say the same: give op=, since average= is deprecated")
     if op is None:
@@ -186,45 +186,6 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
         tensor.copy_((tensor.double() * factor).to(tensor.dtype))
 
 
-def _is_whole(tensor: torch.Tensor) -> bool:
-    return not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-
-
-def _summand(tensor: torch.Tensor, op: Op, factors: tuple[float, float]) -> torch.Tensor:
-    """Return what a rank contributes to a reduction: its values, scaled in place.
-
-    Averages of integers, and sums of them that are scaled, are made in int64.
-    """
-    if _is_whole(tensor) and (op is Op.Average or (op is Op.Sum and factors != (1.0, 1.0))):
-        tensor = tensor.to(torch.int64, copy=True)
-    _scale(tensor, factors[0])
-    return tensor
-
-
-def _finished(
-    values: torch.Tensor, like: torch.dtype, op: Op, ranks: int, factor: float
-) -> torch.Tensor:
-    """Return the result of a reduction, which may be `values`.
-
-    Args:
-        values: the ranks' sum of what `_summand` returned, or another reduction.
-        like: dtype of the result.
-        op: the reduction.
-        ranks: their number.
-        factor: of the result.
-    """
-    if op is Op.Average and _is_whole(values):
-        values.div_(ranks, rounding_mode="trunc")
-    elif op is Op.Average:
-        factor /= ranks
-    _scale(values, factor)
-    return values.to(like)
-
-
-def _reduction(op: Op) -> Any:
-    return dist.ReduceOp.SUM if op is Op.Average else op.value
-
-
 def _allreduce_(
     tensor: torch.Tensor,
     average: bool | None = None,
@@ -241,15 +202,26 @@ def _allreduce_(
     factors = float(prescale_factor), float(postscale_factor)  # whatever kind of number ranks give
 
     def launch(call: Call, _: list[int]) -> tuple[Any, Callable[[], Any]]:
-        sent = _summand(flat, op, factors)
+        whole = not (flat.dtype.is_floating_point or flat.dtype.is_complex)
+        # Averages of integers, and sums of them that are scaled, are made in int64.
+        wide = whole and (op is Op.Average or (op is Op.Sum and factors != (1.0, 1.0)))
+        sent = flat.to(torch.int64, copy=True) if wide else flat
+        _scale(sent, factors[0])
 
         def finish() -> torch.Tensor:
-            result = _finished(sent, place.dtype, op, call.size, factors[1])
+            factor = factors[1]
+            if op is Op.Average and whole:
+                sent.div_(call.size, rounding_mode="trunc")
+            elif op is Op.Average:
+                factor /= call.size
+            _scale(sent, factor)
+            result = sent.to(place.dtype)
             if result is not place:
                 place.copy_(result)
             return tensor
 
-        return dist.all_reduce(sent, _reduction(op), async_op=True), finish
+        reduction = dist.ReduceOp.SUM if op is Op.Average else op.value
+        return dist.all_reduce(sent, reduction, async_op=True), finish
 
     text = f"allreduce ({op.name}, scaled by {factors}) of {_named(tensor)}"
     return _start(name, text, launch, waits=waits)
@@ -310,7 +282,11 @@ def allreduce(
         Error: there is no group, the compression is a codec, op is Adasum, or gradients would
             have to flow through Min, Max or Product.
     """
-    _refuse_codec(compression)
+    if isinstance(compression, Coded):
+        raise Error(
+            "Compression.codec is for DistributedOptimizer, which keeps what a codec loses: use "
+            "Compression.none or fp16 for a single reduction"
+        )
     chosen = _op(op, average)
     if tensor.requires_grad and chosen not in (Op.Average, Op.Sum):
         raise Error(f"no gradients flow through {chosen.name}: detach the tensor first")
@@ -324,13 +300,6 @@ def allreduce(
     result: torch.Tensor = compression.decompress(reduced, context)
     return result
 
-
-def _refuse_codec(compression: Any) -> None:
-    if isinstance(compression, Coded):
-        raise Error(
-            "Compression.codec is for DistributedOptimizer, which keeps what a codec loses: use "
-            "Compression.none or fp16 for a single reduction"
-        )
 
 
 # ------------------------------------------------------------------------------- moves
