@@ -2,7 +2,7 @@
 
     python -m pycomm.bench.plot --docs     the figures of README and docs, into docs/img
     python -m pycomm.bench.plot loss       only this one of them
-    python -m pycomm.bench.plot bandwidth --results mine --out mine    of mine/collectives-cpu.csv
+    python -m pycomm.bench.plot loss --results mine --out mine    of mine/demo-cpu.csv
     python -m pycomm.bench.plot --check    says what is out of date, or mixes rows that differ in
                                            more than what is shown; exit status 1 if anything is
 

@@ -80,28 +80,6 @@ FIGURES = (
         measured=("step_seconds", "wire_bytes", "loss", "curve"),
     ),
     Figure(
-        "bandwidth",
-        "collectives-cpu.csv",
-        charts.bandwidth,
-        {
-            "kind": ["time"],
-            "op": ["all_reduce"],
-            "ranks": ["2"],
-            "codec": ["none"],
-            "backend": tuple(charts.BACKENDS),
-        },
-        shown=("backend", "connection", "size", "count"),
-        measured=MEASURED,
-    ),
-    Figure(
-        "steps",
-        "steps-cpu.csv",
-        charts.steps,
-        {"kind": ["step"], "model": ["demo"]},
-        shown=("method", "backend", "codec", "hook", "rate"),
-        measured=(*MEASURED, "steps"),
-    ),
-    Figure(
         "gpu-steps",
         "step-stand-in.csv",
         charts.bars_of_steps,

@@ -7,10 +7,9 @@ from typing import Any
 
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.tables import Row
-from pycomm.bench.figures.drawing import COLOURS, GREY, chart, line, log_scale, panels
-from pycomm.units import format_bytes, format_rate, format_time, parse_rate
+from pycomm.bench.figures.drawing import COLOURS, GREY, chart, line, panels
+from pycomm.units import format_rate, parse_rate
 
-BASE_METHOD = "Gloo, fp32"
 KIND_METHODS = (
     "exact",
     "int8",
@@ -21,11 +20,6 @@ KIND_METHODS = (
     "PowerSGD rank 4",
     "LocalSGD, int4",
 )
-BACKENDS = {
-    "gloo": "Gloo",
-    "pycomm": "pycomm",
-    "pycomm-shared": "pycomm, shared memory",
-}
 LOSS = "held-out loss, nats per byte"
 
 
@@ -47,52 +41,6 @@ def loss(rows: Sequence[Row]) -> Any:
     room = 0.12 * (high - low) or 0.1
     axes.set(xlabel="seconds of training", xlim=(0, None))
     axes.set(ylabel=LOSS, ylim=(low - room, high + room))
-    return figure
-
-
-@chart
-def bandwidth(rows: Sequence[Row]) -> Any:
-    """Plot time and bytes per second of two-rank all-reduces against size."""
-    first = rows[0]
-    codec = "" if first["codec"] == "none" else f" through {first['codec']}"
-    figure, (times, rates) = panels(
-        "All-reduce inside a machine",
-        f"{first['op']} of {first['type']}{codec} by {first['ranks']} ranks on {first['device']}, "
-        "all backends in turns",
-        2,
-    )
-    for backend, label in BACKENDS.items():
-        mine = [row for row in rows if row["backend"] == backend]
-        if mine:
-            base = backend == "gloo"
-            sizes = [int(row["size"]) for row in mine]
-            seconds = [1e-6 * float(row["time_p50"]) for row in mine]
-            line(times, label, zip(sizes, seconds, strict=True), base=base)
-            speeds = [1e9 * float(row["effbw"]) for row in mine]
-            line(rates, label, zip(sizes, speeds, strict=True), base=base)
-    for axes in (times, rates):
-        log_scale(axes, "x", _size, [8 << shift for shift in range(0, 40, 5)])
-    log_scale(times, "y", format_time)
-    log_scale(rates, "y", lambda rate: f"{format_bytes(rate)}/s")
-    times.set(xlabel="bytes", ylabel="time of a call", title="Latency: lower is better")
-    rates.set(xlabel="bytes", ylabel="size / time", title="Bandwidth: higher is better")
-    return figure
-
-
-@chart
-def steps(rows: Sequence[Row]) -> Any:
-    """Plot the time of a training step against the link rate, by method."""
-    figure, (axes,) = panels(
-        "Training step by link",
-        f"{_transformer(rows[0])} with one core each, links between network namespaces",
-    )
-    for method in dict.fromkeys(row["method"] for row in rows):
-        mine = [row for row in rows if row["method"] == method]
-        points = [(parse_rate(row["rate"])[0], float(row["seconds"])) for row in mine]
-        line(axes, method, points, base=method == BASE_METHOD)
-    log_scale(axes, "x", format_rate, sorted({parse_rate(row["rate"])[0] for row in rows}))
-    log_scale(axes, "y", format_time)
-    axes.set(xlabel="link", ylabel="step")
     return figure
 
 
@@ -188,7 +136,3 @@ def _link(rate: str) -> str:
     """Format "200mbit" as "200 Mbit/s"."""
     return format_rate(parse_rate(rate)[0])
 
-
-def _size(size: float) -> str:
-    text = harness.format_size(int(size))
-    return f"{text} B" if text.isdigit() else f"{text[:-1]} {text[-1]}iB"

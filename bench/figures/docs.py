@@ -14,7 +14,7 @@ from pathlib import Path
 import pycomm
 from pycomm.bench import peers, plan
 from pycomm.bench.common import tables
-from pycomm.bench.common.harness import Row, read_rows
+from pycomm.bench.common.harness import Row, format_size, read_rows
 from pycomm.bench.common.report import markdown
 from pycomm.bench.training import suite
 from pycomm.bench.training.methods import METHODS
@@ -37,7 +37,8 @@ PAGE = DOCS / "results.md"
 TRAINING, CODECS = tables.RESULTS / "training-cpu.csv", tables.RESULTS / "codecs-cpu.csv"
 SGD, SUITE = tables.RESULTS / "sgd-cpu.csv", tables.RESULTS / "suite-cpu.csv"
 LOCAL, LINKS = tables.RESULTS / "local-sgd-cpu.csv", tables.RESULTS / "links-cpu.csv"
-DEMO = tables.RESULTS / "demo-cpu.csv"
+DEMO, STEPS = tables.RESULTS / "demo-cpu.csv", tables.RESULTS / "steps-cpu.csv"
+COLLECTIVES = tables.RESULTS / "collectives-cpu.csv"
 
 
 def steps(rows: Sequence[Row], model: str) -> str:
@@ -133,6 +134,18 @@ def far_links(path: Path) -> str:
     return markdown(("round trip, loss", "iperf3", *head, "8 KiB, ms", "Gloo"), lines)
 
 
+def all_reduces(path: Path) -> str:
+    """Return the table with a row per size: microseconds of two ranks' all-reduces, by backend."""
+    wanted = {"kind": "time", "op": "all_reduce", "ranks": "2", "codec": "none"}
+    rows = [row for row in tables.read(path) if wanted.items() <= row.items()]
+    found = {(r["size"], r["backend"]): r for r in tables.newest(rows, "size", "backend")}
+    lines = [
+        [format_size(size), *(number(float(found[str(size), b]["time_p50"]), 1) for b in NEAR)]
+        for size in SIZES
+    ]
+    return markdown(("size", *(f"{backend}, us" for backend in NEAR)), lines)
+
+
 def label(method: str) -> str:
     """Return what a table calls a method: the backend is pycomm unless it is named."""
     return method.removeprefix("pycomm, ")
@@ -194,6 +207,7 @@ def planner(path: Path) -> str:
     return markdown(("cases", "median error", "worst", "fastest codec picked"), [cells], left=0)
 
 
+NEAR, SIZES = ("pycomm", "pycomm-shared", "gloo"), (8, 8 << 10, 256 << 10, 8 << 20, 64 << 20)
 FAR, BACKENDS = ("all_reduce", "broadcast", "all_gather"), ("pycomm", "gloo")
 OPS = ("encode", "encode+residual", "decode")
 LEFT_OUT = {
@@ -242,7 +256,9 @@ def paths() -> str:
 def write_all(claimed: Sequence[tables.Row]) -> None:
     """Write all tables; those of what docs claim has a row for each of these claims."""
     rows = read_rows(TRAINING, Row)
-    write(PAGE, "steps 25m", steps(rows, "25m"))  # a figure has the demo's
+    write(PAGE, "steps 25m", steps(rows, "25m"))
+    write(PAGE, "steps demo", steps(read_rows(STEPS, Row), "demo"))
+    write(PAGE, "all-reduces", all_reduces(COLLECTIVES))
     write(PAGE, "losses demo", losses(rows, "demo"))  # others are sweeps of the demo's settings
     write(PAGE, "losses SGD", losses(read_rows(SGD, Row), "demo"))
     write(PAGE, "losses longer", longer_losses(rows))

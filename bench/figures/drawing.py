@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -90,28 +89,6 @@ def line(
     if len(x) > MARKED:
         look["marker"] = ""
     axes.plot(x, y, label=label, **look)
-
-
-def log_scale(
-    axes: Any, way: str, spell: Callable[[float], str], places: Iterable[float] = ()
-) -> None:
-    """Make the axis "x" or "y" of what is drawn logarithmic.
-
-    Args:
-        axes: the pair of axes.
-        way: which of them.
-        spell: the label of a tick.
-        places: of ticks; none: powers of ten, and on a short axis 2 and 5 times these.
-    """
-    low, high = getattr(axes.dataLim, f"interval{way}")
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if high / low < 100 else (1,)
-    usual = [step * 10.0**power for power in powers for step in steps]
-    shown = [place for place in places or usual if 0.8 * low <= place <= 1.25 * high]
-    axes.set(**{f"{way}scale": "log"})
-    axis = getattr(axes, f"{way}axis")
-    axis.set_ticks(shown, [spell(place) for place in shown])
-    axis.minorticks_off()
 
 
 def digest(figure: Any) -> str:
