@@ -80,14 +80,6 @@ FIGURES = (
         measured=("step_seconds", "wire_bytes", "loss", "curve"),
     ),
     Figure(
-        "gpu-steps",
-        "step-stand-in.csv",
-        charts.bars_of_steps,
-        {"kind": ["step"]},
-        shown=("rate", "method", "codec"),
-        measured=MEASURED,
-    ),
-    Figure(
         "gpu-trace",
         "trace-stand-in.csv",
         charts.timeline,

@@ -7,7 +7,7 @@ from typing import Any
 
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.tables import Row
-from pycomm.bench.figures.drawing import COLOURS, GREY, chart, line, panels
+from pycomm.bench.figures.drawing import GREY, chart, line, panel
 from pycomm.units import format_rate, parse_rate
 
 KIND_METHODS = (
@@ -28,10 +28,11 @@ def loss(rows: Sequence[Row]) -> Any:
     """Plot the loss of the demo's runs against wall time."""
     first = rows[0]
     gpu, driver, _ = first["device"].partition(" (driver ")
-    figure, (axes,) = panels(
+    figure, axes = panel(
         "Loss against wall time",
-        f"{_transformer(first, 'Byte-level transformer')}{f' on {gpu}' if driver else ''}, a link "
-        f"of {_link(first['rate'])}; {first['steps']} equal steps in each run",
+        f"Byte-level transformer of {int(first['parameters']) / 1e6:.1f} million parameters, DDP on 2 "
+        f"ranks{f' on {gpu}' if driver else ''}, a link of {_link(first['rate'])}; {first['steps']} equal "
+        "steps in each run",
     )
     curves = [list(tables.parse_curve(row["curve"]).items()) for row in rows]
     for row, curve in zip(rows, curves, strict=True):
@@ -45,33 +46,10 @@ def loss(rows: Sequence[Row]) -> Any:
 
 
 @chart
-def bars_of_steps(rows: Sequence[Row]) -> Any:
-    """Draw steps beside their bounds: a panel for the fastest link and one for the slowest."""
-    rates = sorted({row["rate"] for row in rows}, key=lambda rate: -parse_rate(rate)[0])
-    shown = list(dict.fromkeys((rates[0], rates[-1])))
-    methods = list(dict.fromkeys(row["method"] for row in rows))[::-1]
-    figure, every = panels(
-        "Training steps beside what the link allows",
-        f"{_transformer(rows[0])}; {rows[0]['device']}; lower is better",
-        len(shown),
-    )
-    bars = (("the bound B", "bound", GREY, 0.2), ("step", "seconds", COLOURS[0], -0.2))
-    for axes, rate in zip(every, shown, strict=True):
-        mine = {row["method"]: row for row in rows if row["rate"] == rate}
-        for label, column, colour, above in bars:
-            lengths = [_ms(mine[name][column]) if name in mine else 0.0 for name in methods]
-            places = [place + above for place in range(len(methods))]
-            axes.barh(places, lengths, 0.4, label=label, color=colour)
-        axes.set_yticks(range(len(methods)), methods)
-        axes.set(xlabel="ms", title=f"Links of {_link(rate)}")
-    return figure
-
-
-@chart
 def timeline(rows: Sequence[Row]) -> Any:
     """Draw the stages of each bucket of a step, and the optimizer, on an axis of time."""
     first = rows[0]
-    figure, (axes,) = panels(
+    figure, axes = panel(
         "The stages of a step",
         f"{first['method']} on links of {_link(first['rate'])}; model {first['model']}; "
         f"{first['device']}",
@@ -96,7 +74,7 @@ def kinds(rows: Sequence[Row]) -> Any:
     changes, spreads = suite.changes(harness.rows_of(rows, harness.Row))
     models = list(dict.fromkeys(row["model"] for row in rows))[::-1]
     seeds = len({row["seed"] for row in rows})
-    figure, (axes,) = panels(
+    figure, axes = panel(
         "Loss by kind of task",
         f"Held-out loss against exact gradients, {rows[0]['ranks']} ranks, AdamW, mean of {seeds} "
         "seeds; left is better",
@@ -124,12 +102,7 @@ def kinds(rows: Sequence[Row]) -> Any:
 
 
 def _ms(seconds: str) -> float:
-    return 1e3 * float(seconds) if seconds not in ("", "None") else 0.0
-
-
-def _transformer(row: Row, what: str = "Transformer") -> str:
-    ranks = row.get("ranks", "2")  # the demo's
-    return f"{what} of {int(row['parameters']) / 1e6:.1f} million parameters, DDP on {ranks} ranks"
+    return 1e3 * float(seconds)
 
 
 def _link(rate: str) -> str:

@@ -39,6 +39,7 @@ SGD, SUITE = tables.RESULTS / "sgd-cpu.csv", tables.RESULTS / "suite-cpu.csv"
 LOCAL, LINKS = tables.RESULTS / "local-sgd-cpu.csv", tables.RESULTS / "links-cpu.csv"
 DEMO, STEPS = tables.RESULTS / "demo-cpu.csv", tables.RESULTS / "steps-cpu.csv"
 COLLECTIVES = tables.RESULTS / "collectives-cpu.csv"
+STAND_IN = tables.RESULTS / "step-stand-in.csv"
 
 
 def steps(rows: Sequence[Row], model: str) -> str:
@@ -58,6 +59,19 @@ def steps(rows: Sequence[Row], model: str) -> str:
     # The fastest on the last link first.
     lines.sort(key=lambda line: float(line[-1] or "inf"))
     return markdown(("method", "MB a step", *(f"{rate}, ms" for rate in rates)), lines)
+
+
+def modelled(rows: Sequence[Row]) -> str:
+    """Return the table with a row per method: its modelled step on each link, and the bound's."""
+    found = {(r.method, r.rate): r for r in rows}
+    rates = list(dict.fromkeys(rate for _, rate in found))
+    lines = []
+    for method in dict.fromkeys(method for method, _ in found):
+        both = [(found[method, rate].seconds, found[method, rate].bound) for rate in rates]
+        times = (number(seconds, 0, 1e3) for one in both for seconds in one)
+        lines.append([method.removeprefix("stand-in, "), *times])
+    head = [f"{name}, ms" for rate in rates for name in (rate, "bound")]
+    return markdown(("method", *head), lines)
 
 
 def losses(rows: Sequence[Row], model: str) -> str:
@@ -271,4 +285,5 @@ def write_all(claimed: Sequence[tables.Row]) -> None:
     write(DOCS / "peers.md", "peers", peers.markdown(tables.read(tables.RESULTS / "peers-cpu.csv")))
     write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
     write(DOCS / "gpu.md", "paths", paths())
+    write(DOCS / "gpu.md", "stand-in", modelled(read_rows(STAND_IN, Row)))
     write(README, "demo", demo(DEMO))

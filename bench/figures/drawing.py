@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ BASELINE |= {"linewidth": 6.0, "alpha": 0.5, "zorder": 1.9}
 
 
 def chart(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that draws into `panels` one that draws in our style, with a legend."""
+    """Make a function that draws into a `panel` one that draws in our style, with a legend."""
 
     @wraps(draw)
     def drawn(*values: Any) -> Any:
@@ -63,21 +63,20 @@ def chart(draw: Callable[..., Any]) -> Callable[..., Any]:
     return drawn
 
 
-def panels(title: str, subtitle: str, count: int = 1) -> tuple[Any, Sequence[Any]]:
-    """Return a figure under a title, and its pairs of axes, side by side."""
+def panel(title: str, subtitle: str) -> tuple[Any, Any]:
+    """Return a figure under a title, and its pair of axes."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure((9.6 if count == 1 else 12.6, 5.4), 120)
+    figure = Figure((9.6, 5.4), 120)
     layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.86), wspace=0.05)
     figure.set_layout_engine(layout)
     figure.text(0.012, 0.975, title, fontsize=14, fontweight="bold", va="top")
     figure.text(0.012, 0.915, subtitle, fontsize=10, color=FAINT, va="top")
-    every = figure.subplots(1, count, squeeze=False)[0]
-    for axes in every:
-        dashes = ["-"] * len(COLOURS) + ["--"] * len(COLOURS)
-        axes.set_prop_cycle(color=COLOURS * 2, marker=list(MARKERS) * 2, linestyle=dashes)
-    return figure, every
+    axes = figure.subplots()
+    dashes = ["-"] * len(COLOURS) + ["--"] * len(COLOURS)
+    axes.set_prop_cycle(color=COLOURS * 2, marker=list(MARKERS) * 2, linestyle=dashes)
+    return figure, axes
 
 
 def line(
