@@ -339,12 +339,12 @@ def test_reads_are_those_of_the_core(ranks):
 
 
 def test_ranks_that_differ_are_told_apart():
-    reports = {
-        rank: job.RankReport(f"host{rank // 2}", {"pycomm": "0.1.0", "MTU": mtu} | extra)
+    reports = [
+        job.RankReport(f"host{rank // 2}", {"pycomm": "0.1.0", "MTU": mtu} | extra)
         for rank, (mtu, extra) in enumerate(
             [("9000", {}), ("9000", {}), ("1500", {}), ("1500", {"PYCOMM_ALGO": "ring"})]
         )
-    }
+    ]
     mtu, algo = job.differences(reports)
     assert (mtu.level, mtu.text) == (
         "warning",
@@ -352,16 +352,16 @@ def test_ranks_that_differ_are_told_apart():
     )
     assert (algo.level, algo.name) == ("problem", "PYCOMM_ALGO")
     assert "not set on ranks 0-2" in algo.text
-    assert [f.level for f in job.differences({0: reports[0], 1: reports[1]})] == ["ok"]
+    assert [f.level for f in job.differences(reports[:2])] == ["ok"]
 
 
 def test_findings_of_other_hosts_name_their_ranks():
     bad = Finding("problem", "installed", "torch", "is not installed", "install it")
     good = Finding("ok", "installed", "torch", "2.13.0")
-    reports = {0: job.RankReport("a", {}, [good]), 1: job.RankReport("b", {}, [bad])}
+    reports = [job.RankReport("a", {}, [good]), job.RankReport("b", {}, [bad])]
     one, other = job.merged(reports)
     assert (one, other.where) == (good, "rank 1 (b)")
-    assert [f.where for f in job.merged({0: reports[1], 1: reports[1]})] == [""]
+    assert [f.where for f in job.merged([reports[1]] * 2)] == [""]
 
 
 JOB = """if True:
