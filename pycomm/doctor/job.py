@@ -135,11 +135,14 @@ def merged(reports: Sequence[RankReport]) -> list[Finding]:
         for finding in report.findings:
             having.setdefault(finding, []).append(rank)
     tellers = sum(bool(report.findings) for report in reports)
-    return [
-        f if len(ranks) == tellers or not STATUS[f.level] else replace(f, where=_places(ranks, reports))
-        for f, ranks in having.items()
-        if STATUS[f.level] or f in reports[0].findings
-    ]
+    found = []
+    for finding, ranks in having.items():
+        if STATUS[finding.level]:
+            where = "" if len(ranks) == tellers else _places(ranks, reports)
+            found.append(replace(finding, where=where))
+        elif finding in reports[0].findings:
+            found.append(finding)
+    return found
 
 
 def differences(reports: Sequence[RankReport]) -> Iterator[Finding]:
