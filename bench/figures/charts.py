@@ -30,9 +30,9 @@ def loss(rows: Sequence[Row]) -> Any:
     gpu, driver, _ = first["device"].partition(" (driver ")
     figure, axes = panel(
         "Loss against wall time",
-        f"Byte-level transformer of {int(first['parameters']) / 1e6:.1f} million parameters, DDP on 2 "
-        f"ranks{f' on {gpu}' if driver else ''}, a link of {_link(first['rate'])}; {first['steps']} equal "
-        "steps in each run",
+        f"Byte-level transformer of {int(first['parameters']) / 1e6:.1f} million parameters, DDP on "
+        f"2 ranks{f' on {gpu}' if driver else ''}, a link of {_link(first['rate'])}; "
+        f"{first['steps']} equal steps in each run",
     )
     curves = [list(tables.parse_curve(row["curve"]).items()) for row in rows]
     for row, curve in zip(rows, curves, strict=True):
@@ -108,4 +108,3 @@ def _ms(seconds: str) -> float:
 def _link(rate: str) -> str:
     """Format "200mbit" as "200 Mbit/s"."""
     return format_rate(parse_rate(rate)[0])
-

@@ -301,7 +301,6 @@ def allreduce(
     return result
 
 
-
 # ------------------------------------------------------------------------------- moves
 
 
@@ -407,9 +406,7 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None) -> 
         averaged = allreduce(gradient)
         return averaged if dist.get_rank() == root_rank else torch.zeros_like(averaged)
 
-    return _differentiable(
-        tensor, lambda values: broadcast_(values.clone(), root_rank, name), own
-    )
+    return _differentiable(tensor, lambda values: broadcast_(values.clone(), root_rank, name), own)
 
 
 def barrier() -> None:

@@ -44,9 +44,7 @@ class Advice:
         return self.codec != "none"
 
 
-def advise(
-    cluster: Cluster, predictions: Sequence[Prediction], *, error: float = ERROR
-) -> Advice:
+def advise(cluster: Cluster, predictions: Sequence[Prediction], *, error: float = ERROR) -> Advice:
     """Choose among predictions, of which some must be without a codec.
 
     Args:

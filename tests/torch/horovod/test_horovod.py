@@ -538,4 +538,3 @@ def test_averages_of_integers_are_exact(rank, size, way):
             exact = [abs(total) // parts * (1 if total > 0 else -1) for total in sums]
             assert got.dtype == dtype
             assert got.tolist() == exact
-

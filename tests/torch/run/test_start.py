@@ -141,6 +141,7 @@ def test_a_misspelt_variable_is_named_once(monkeypatch, caplog):
 
 # --------------------------------------------------------------------- options that are ignored
 
+
 @pytest.mark.parametrize("chosen", ["shm", "tcp"])
 def test_each_option_that_a_group_ignores_is_named(chosen, monkeypatch, caplog):
     table = [row for row in rows() if row.name.startswith("PYCOMM_") and row.acts == "tcp"]
