@@ -30,8 +30,8 @@ def loss(rows: Sequence[Row]) -> Any:
     gpu, driver, _ = first["device"].partition(" (driver ")
     figure, axes = panel(
         "Loss against wall time",
-        f"Byte-level transformer of {int(first['parameters']) / 1e6:.1f} million parameters, DDP on "
-        f"2 ranks{f' on {gpu}' if driver else ''}, a link of {_link(first['rate'])}; "
+        f"Byte-level transformer of {int(first['parameters']) / 1e6:.1f} million parameters, DDP "
+        f"on 2 ranks{f' on {gpu}' if driver else ''}, a link of {_link(first['rate'])}; "
         f"{first['steps']} equal steps in each run",
     )
     curves = [list(tables.parse_curve(row["curve"]).items()) for row in rows]
