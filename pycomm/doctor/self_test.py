@@ -105,7 +105,7 @@ def rank_main(rank: int, ranks: int, folder: str) -> None:
 
     store = Store.file(folder)
     for way in ("shm", "tcp"):
-        options = {"group": f"doctor-{way}", "transport": way, "timeout": 15.0}
+        options: dict[str, Any] = {"group": f"doctor-{way}", "transport": way, "timeout": 15.0}
         try:
             with Communicator(store, rank, ranks, **options) as group:
                 if way == "shm":
