@@ -5,7 +5,7 @@
 DIR is a checkout of Horovod's repository, of which only the tests are used. Each rank runs each
 test; a test has passed if it has on all ranks. After a failure the ranks begin with a new group.
 Rank 0 prints a line for each test, and the counts. The exit status is 1 if a test has failed that
-EXCEPTIONS does not name, or one has passed that it does name.
+EXCEPTIONS and ABSENT do not name, or one has passed that they do name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,6 @@ EXCEPTIONS = {
     "test_horovod_allgather_duplicate_name_error": _ORDER,
     "test_horovod_allreduce_duplicate_name_error": _ORDER,
     "test_horovod_broadcast_duplicate_name_error": _ORDER,
-    "test_horovod_reducescatter_duplicate_name_error": _ORDER,
     "test_horovod_join_allgather": _JOIN,
     "test_horovod_join_allreduce": _JOIN,
     "test_horovod_join_broadcast": _JOIN,
@@ -46,6 +45,8 @@ EXCEPTIONS = {
     "test_timeline_api": "the timeline is refused: PYCOMM_TRACE",
 }
 """Tests that fail, with the reasons."""
+ABSENT = ("alltoall", "grouped", "process_set", "reducescatter", "async_sparse")
+"""Parts of the names of others that fail: these are torch.distributed's."""
 
 
 def stand_in(folder: Path) -> None:
@@ -106,7 +107,8 @@ def main() -> int:
             if dist.is_initialized():
                 dist.destroy_process_group()
         counts[outcome] += 1
-        if (outcome == "failed") != (name in EXCEPTIONS):
+        fails = name in EXCEPTIONS or any(part in name for part in ABSENT)
+        if outcome == ("passed" if fails else "failed"):
             bad.append(name)
         if rank == 0:
             lines = [text for text in dict.fromkeys(said) if not text.startswith("passed")]
