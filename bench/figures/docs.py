@@ -166,7 +166,7 @@ def all_reduces(path: Path) -> str:
         [format_size(size), *(number(float(found[str(size), b]["time_p50"]), 1) for b in NEAR)]
         for size in SIZES
     ]
-    return markdown(("size", *(f"{backend}, us" for backend in NEAR)), lines)
+    return markdown(("size", *NEAR), lines)
 
 
 def label(method: str) -> str:
@@ -231,7 +231,7 @@ def planner(path: Path) -> str:
 
 
 NEAR, SIZES = ("pycomm", "pycomm-shared", "gloo"), (8, 256 << 10, 64 << 20)
-BY_LINK = ("Gloo, fp32", "pycomm, exact", "pycomm, int8", "pycomm, int4", "pycomm, EDEN 1 bit")
+BY_LINK = ("Gloo, fp32", "pycomm, int8", "pycomm, int4", "pycomm, EDEN 1 bit")
 FAR, BACKENDS = ("all_reduce", "broadcast", "all_gather"), ("pycomm", "gloo")
 OPS = ("encode", "encode+residual", "decode")
 LEFT_OUT = {
