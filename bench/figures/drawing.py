@@ -12,36 +12,24 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito's colours, which are distinct for colour-blind readers, too, without their yellow,
-# which is too pale for a line. More lines than colours also differ in dashes.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#8c6d31")
-GREY, INK, FAINT, GRID = "#6e6e6e", "#222222", "#555555", "#e6e6e6"
-MARKERS = "os^Dv<>p"
+GREY = "#6e6e6e"
+MARKERS = "os^Dv<>pX*"  # as many as the style has colours
 DIGEST = "Chart"  # the text in a PNG that says which chart it shows
-MARKED = 16  # points of a line that has markers, at most
-STYLE = {
-    "font.size": 11,
-    "lines.linewidth": 2.2,
-    "lines.markersize": 5,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": FAINT,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "grid.color": GRID,
-    "xtick.labelsize": 9.5,
-    "ytick.labelsize": 9.5,
-    "legend.fontsize": 10,
-    "legend.frameon": False,
-    "legend.labelspacing": 0.7,
-}
+STYLE: list[Any] = [
+    "petroff10",  # colours that are distinct for colour-blind readers, too
+    {
+        "font.size": 11,
+        "lines.linewidth": 2.2,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": "#e6e6e6",
+        "legend.frameon": False,
+    },
+]
 # The baseline of a comparison often lies below another line, and shows at both sides of it.
-BASELINE = {"color": GREY, "marker": "o", "linestyle": "-"}
-BASELINE |= {"linewidth": 6.0, "alpha": 0.5, "zorder": 1.9}
+BASELINE = {"color": GREY, "linewidth": 6.0, "alpha": 0.5, "zorder": 1.9}
 
 
 def chart(draw: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,15 +37,11 @@ def chart(draw: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(draw)
     def drawn(*values: Any) -> Any:
-        import matplotlib
+        from matplotlib import style
 
-        with matplotlib.rc_context(STYLE):
+        with style.context(STYLE):
             figure = draw(*values)
-            named: dict[str, Any] = {}
-            for axes in figure.axes:
-                for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-                    named.setdefault(label, handle)
-            figure.legend(named.values(), named.keys(), loc="outside right center")
+            figure.legend(loc="outside right center")
             return figure
 
     return drawn
@@ -65,6 +49,7 @@ def chart(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 def panel(title: str, subtitle: str) -> tuple[Any, Any]:
     """Return a figure under a title, and its pair of axes."""
+    from matplotlib import cycler, rcParams
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -72,10 +57,9 @@ def panel(title: str, subtitle: str) -> tuple[Any, Any]:
     layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.86), wspace=0.05)
     figure.set_layout_engine(layout)
     figure.text(0.012, 0.975, title, fontsize=14, fontweight="bold", va="top")
-    figure.text(0.012, 0.915, subtitle, fontsize=10, color=FAINT, va="top")
+    figure.text(0.012, 0.915, subtitle, fontsize=10, color=GREY, va="top")
     axes = figure.subplots()
-    dashes = ["-"] * len(COLOURS) + ["--"] * len(COLOURS)
-    axes.set_prop_cycle(color=COLOURS * 2, marker=list(MARKERS) * 2, linestyle=dashes)
+    axes.set_prop_cycle(rcParams["axes.prop_cycle"] + cycler(marker=list(MARKERS)))
     return figure, axes
 
 
@@ -84,10 +68,7 @@ def line(
 ) -> None:
     """Draw a line of points (x, y), from left to right; `base`: it is the baseline."""
     x, y = zip(*sorted(points), strict=True)
-    look = dict(BASELINE) if base else {}
-    if len(x) > MARKED:
-        look["marker"] = ""
-    axes.plot(x, y, label=label, **look)
+    axes.plot(x, y, label=label, marker="", **(BASELINE if base else {}))
 
 
 def digest(figure: Any) -> str:
@@ -111,12 +92,11 @@ def save(figure: Any, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib
+    from matplotlib import style
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(STYLE):
-        told = {DIGEST: digest(figure), "Software": None}
-        figure.savefig(path, format="png", metadata=told)
+    with style.context(STYLE):
+        figure.savefig(path, format="png", metadata={DIGEST: digest(figure), "Software": None})
 
 
 def picture_digest(path: Path) -> str:
