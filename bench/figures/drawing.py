@@ -49,7 +49,8 @@ def chart(draw: Callable[..., Any]) -> Callable[..., Any]:
 
 def panel(title: str, subtitle: str) -> tuple[Any, Any]:
     """Return a figure under a title, and its pair of axes."""
-    from matplotlib import cycler, rcParams
+    from cycler import cycler
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
