@@ -1,4 +1,4 @@
-"""Charts of the result tables: what each draws of the rows that catalogue.py chooses."""
+"""Charts of the result tables: what each draws of the rows that plot.py chooses."""
 
 from __future__ import annotations
 

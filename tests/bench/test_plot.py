@@ -12,8 +12,8 @@ pytest.importorskip("matplotlib", reason="pictures: pip install pycomm[bench]")
 
 from pycomm.bench import plot
 from pycomm.bench.common import tables
-from pycomm.bench.figures.catalogue import Figure
 from pycomm.bench.figures.drawing import chart, line, panel, save
+from pycomm.bench.plot import Figure
 
 ROOT = Path(__file__).parents[2]
 
