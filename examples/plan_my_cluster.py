@@ -11,7 +11,7 @@ def main() -> None:
             ranks=ranks, inter=plan.Link.of("10gbe"), processor=plan.PROCESSORS["gpu"]
         )
         predictions = plan.predict(model, cluster)
-        advice = plan.advise(model, cluster, predictions)
+        advice = plan.advise(cluster, predictions)
         exact = next(p for p in predictions if p.codec == "none")
         print(f"{ranks} ranks: {exact.step * 1e3:.0f} ms a step, {exact.efficiency:.0%} scaling")
         for reason in advice.why:

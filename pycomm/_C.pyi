@@ -58,20 +58,10 @@ def env() -> dict[str, Any]: ...
 # The rows of csrc/core/option_table.h, with the keywords of pycomm.env.Variable.
 OPTIONS: tuple[dict[str, Any], ...]
 
-class GroupOptions:
-    # `python -m tests.options` writes these lines.
-    transport: str
-    algo: str
-    link: str
-    sockets: int
-    congestion: str
-    interface: str
-    ports: str
-    advertise: str
-    secret: str
-    tls: str
-    # The end of what it writes.
+class GroupOptions:  # its attributes are the rows of csrc/core/option_table.h
     def __init__(self) -> None: ...
+    def __getattr__(self, name: str) -> Any: ...
+    def __setattr__(self, name: str, value: Any) -> None: ...
 
 def traces() -> list[dict[str, Any]]: ...
 def groups() -> list[tuple[str, int]]: ...
@@ -204,16 +194,8 @@ def adamw_step(
     threads: int,
     /,
 ) -> None: ...
-def adamw_step_on_device(
-    tensors: Sequence[tuple[int, ...]],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    stream: int,
-    /,
-) -> None: ...
+
+adamw_step_on_device = adamw_step  # the last argument is a stream
 
 # -- stores (core/stores.cpp)
 

@@ -89,7 +89,7 @@ def _load(version: str) -> ModuleType:
     from pycomm import _C
 
     _C.env()
-    reason = _why_none()
+    reason = why_none()
     for kind, binary in _delivered(version):
         try:
             return import_c10d(binary)
@@ -117,16 +117,10 @@ def minor_of(version: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def c10d_built_for() -> str | None:
+def _built_for() -> str | None:
     """Return the version of torch that `_c10d` beside the package was built for, or None."""
     stamp = PACKAGE / "_c10d.torch"
     return stamp.read_text().strip() if stamp.exists() else None
-
-
-def c10d_prebuilt_for() -> list[str]:
-    """Return the minor versions of torch, such as "2.13", for which the wheel has a `_c10d`."""
-    found = [path.parent.name for path in PACKAGE.glob(f"_prebuilt/*/{BINARY}")]
-    return sorted(found, key=minor_of)
 
 
 def find_c10d(version: str) -> tuple[str, Path] | None:
@@ -147,7 +141,7 @@ def _delivered(version: str) -> Iterator[tuple[str, Path]]:
     The wheel's fits all builds of a minor version of torch: what differs between the headers of CPU
     and CUDA builds is not used by it.
     """
-    if c10d_built_for() == version:
+    if _built_for() == version:
         yield "installed", PACKAGE / BINARY
     major, minor = minor_of(version)
     binary = PACKAGE / "_prebuilt" / f"{major}.{minor}" / BINARY
@@ -155,13 +149,13 @@ def _delivered(version: str) -> Iterator[tuple[str, Path]]:
         yield "prebuilt", binary
 
 
-def _why_none() -> str:
+def why_none() -> str:
     """Return why there is no `_c10d` for this torch yet."""
-    if built_for := c10d_built_for():
+    if built_for := _built_for():
         return f"found one for torch {built_for}"
-    if prebuilt := c10d_prebuilt_for():
-        return f"the wheel has it for torch {', '.join(prebuilt)}"
-    return "there is none yet"
+    found = (path.parent.name for path in PACKAGE.glob(f"_prebuilt/*/{BINARY}"))
+    prebuilt = ", ".join(sorted(found, key=minor_of))
+    return f"the wheel has it for torch {prebuilt}" if prebuilt else "there is none yet"
 
 
 def _distrust(folder: Path) -> str:

@@ -93,8 +93,7 @@ class Communicator:
         core = _C.Communicator(store, rank, size, made)
         self._core: _C.Communicator | None = core
         if size > 1:
-            chosen = ("group", *core.transports)
-            log.begin(rank, core.describe(), chosen, lambda name: getattr(made, name))
+            log.begin(rank, core.describe(), ("group", *core.transports))
 
     @classmethod
     def from_env(cls, store_folder: str | None = None, **options: Any) -> Communicator:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -99,40 +99,28 @@ def warn_once(text: str) -> None:
         logger.warning("%s", text)
 
 
-def begin(
-    rank: int, how: str, chosen: Collection[str], option: Callable[[str], Any] | None = None
-) -> None:
-    """Say at the start what this job runs on, and which settings it ignores.
+def begin(rank: int, how: str, chosen: Collection[str]) -> None:
+    """Say at the start what this job runs on, and which variables it ignores.
 
     The first group of the process is described, by rank 0 alone unless PYCOMM_LOG is `info`. The
     first rank of each host names variables that nothing reads and those that this group ignores.
-    Each rank names options that were given to a group that ignores them.
 
     Args:
         rank: of this process in the group.
         how: one line that describes the group.
         chosen: what the group has: "group", if its backend is pycomm, and its transports.
-        option: returns the value of one of the group's options; None: it has none.
     """
     global _begun
-    first, _begun = not _begun, True
-    if first:
-        set_level()
-        if rank == 0 or logger.isEnabledFor(logging.INFO):
-            tell(f"{_versions()}; rank {rank} of {how}")
-    if first and (rank == 0 or env().local_rank == 0):
+    if _begun:
+        return
+    _begun = True
+    set_level()
+    if rank == 0 or logger.isEnabledFor(logging.INFO):
+        tell(f"{_versions()}; rank {rank} of {how}")
+    if rank == 0 or env().local_rank == 0:
         for name, advice in misspelt(_rows()).items():
             warn_once(f"nothing reads {name}: {advice}")
         ignore(chosen, ("group", "tcp"), how)
-    if option is not None:
-        from pycomm import _C
-
-        ours = {row.option: row for row in _rows().values() if row.option}
-        values = {name: option(name) for name in ours}
-        told = {n: v for n, v in values.items() if v not in (_C.env()[n], _default(n))}
-        for name, value in told.items():
-            if ours[name].acts not in chosen:
-                _warn_of(f"the option {name}={value!r}", ours[name].acts, chosen, how)
 
 
 def ignore(chosen: Collection[str], among: Collection[str], how: str) -> None:
@@ -146,15 +134,9 @@ def ignore(chosen: Collection[str], among: Collection[str], how: str) -> None:
     rows, shown = _rows(), given()
     for name, value in shown.items():
         acts = rows[name].acts if value and name in rows else ""
-        unchanged = value == str(_default(rows[name].option)) if acts else True
-        if acts in among and acts not in chosen and not unchanged:
-            _warn_of(f"{name}={value}", acts, chosen, how)
-
-
-def _warn_of(setting: str, acts: str, chosen: Collection[str], how: str) -> None:
-    if acts == "tcp" and "group" not in chosen:
-        acts = "group"
-    warn_once(f"{setting} has no effect here ({how}): it is for {ABOUT[acts]}")
+        if acts in among and acts not in chosen and value != str(_default(rows[name].option)):
+            about = "group" if acts == "tcp" and "group" not in chosen else acts
+            warn_once(f"{name}={value} has no effect here ({how}): it is for {ABOUT[about]}")
 
 
 def _rows() -> Mapping[str, Variable]:

@@ -14,9 +14,8 @@ Example:
 
 from __future__ import annotations
 
-import atexit
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -90,56 +89,6 @@ _NUMBERS = (
     *("step", "step_seconds", "payload_bytes", "ratio", "overflows"),
     *("error", "cosine", "coding", "residual"),
 )
-
-
-@dataclass
-class Total:
-    """What the gradients of one model took, over all steps of this process."""
-
-    steps: int = 0
-    payload_bytes: int = 0
-    plain_bytes: int = 0
-    seconds: float = 0.0
-
-    def add(self, payload_bytes: int, plain_bytes: int, seconds: float) -> None:
-        """Add a step. The seconds are those since the one before, 0 for the first."""
-        self.steps += 1
-        self.payload_bytes += payload_bytes
-        self.plain_bytes += plain_bytes
-        self.seconds += seconds
-
-    def text(self) -> str:
-        """Return a line for people; "" before the first step."""
-        if not self.steps:
-            return ""
-        saved = self.plain_bytes - self.payload_bytes
-        return (
-            f"{self.steps} steps in {self.seconds:.1f} s: gradients of "
-            f"{format_bytes(self.plain_bytes)} were coded in {format_bytes(self.payload_bytes)}, "
-            f"{format_bytes(abs(saved))} {'less' if saved >= 0 else 'more'}"
-        )
-
-
-def tell_at_exit(total: Total, tell: Callable[[str], None]) -> None:
-    """Let a function say at the end of this process what the gradients of all models took."""
-    if not _totals:
-        atexit.register(_tell_totals, tell)
-    _totals.append(total)
-
-
-def _tell_totals(tell: Callable[[str], None]) -> None:
-    used = [total for total in _totals if total.steps]
-    if not used:
-        return
-    together = Total(seconds=max(total.seconds for total in used))
-    for total in used:
-        together.steps += total.steps
-        together.payload_bytes += total.payload_bytes
-        together.plain_bytes += total.plain_bytes
-    tell(together.text() if len(used) == 1 else f"{len(used)} models, {together.text()}")
-
-
-_totals: list[Total] = []
 
 
 class Watched(Protocol):

@@ -28,7 +28,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import accumulate
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -281,12 +280,6 @@ class RankStats:
         return cls(told["rank"], told["host"], operations, links)
 
 
-@cache
-def host() -> str:
-    """Return this host's name."""
-    return socket.gethostname()
-
-
 def quantile(values: Iterable[float], q: float) -> float:
     """Return the value that a share q of the values do not exceed."""
     ordered = sorted(values)
@@ -342,7 +335,7 @@ def rank_stats(
         else link
         for rank, link in now.items()
     }
-    return RankStats(trace["global_ranks"][trace["rank"]], host(), operations, more)
+    return RankStats(trace["global_ranks"][trace["rank"]], socket.gethostname(), operations, more)
 
 
 def _completed(trace: Trace) -> Iterator[Mapping[str, Any]]:

@@ -1,5 +1,5 @@
 """What is written from the tables of options and of refusals: tables of docs/api/backend.md and of
-docs/combine.md, lines of pycomm/_C.pyi.
+docs/combine.md.
 
 python -m tests.options
 """
@@ -34,13 +34,6 @@ def table(variables: Iterable[Variable]) -> str:
     return "\n".join([*lines, "", ""])
 
 
-def fields(variables: Iterable[Variable]) -> str:
-    """Return the fields of GroupOptions in the stub."""
-    defaults = _C.GroupOptions()
-    names = [row.option for row in variables if row.option]
-    return "".join(f"    {name}: {type(getattr(defaults, name)).__name__}\n" for name in names)
-
-
 def refusals() -> str:
     """Return the table of docs/combine.md: a row for each trainer."""
     lines = ["", "| trainer | not with (instead) |", "| --- | --- |"]
@@ -58,7 +51,6 @@ def written() -> dict[Path, str]:
     made = {
         "docs/api/backend.md": table(rows()),
         "docs/combine.md": refusals(),
-        "pycomm/_C.pyi": fields(rows()),
     }
     texts = {}
     for file, ours in made.items():

@@ -1,4 +1,4 @@
-"""Charts of the result tables: what each draws of the rows that catalogue.py chooses."""
+"""Charts of the result tables: what each draws of the rows that plot.py chooses."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Any
 
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.tables import Row
-from pycomm.bench.figures.drawing import COLOURS, GREY, chart, line, log_scale, panels
-from pycomm.units import format_bytes, format_rate, format_time, parse_rate
+from pycomm.bench.figures.drawing import GREY, chart, line, panel
+from pycomm.units import format_rate, parse_rate
 
-BASE_METHOD = "Gloo, fp32"
 KIND_METHODS = (
     "exact",
     "int8",
@@ -20,11 +19,6 @@ KIND_METHODS = (
     "coded momentum, top-k 1 %",
     "LocalSGD, int4",
 )
-BACKENDS = {
-    "gloo": "Gloo",
-    "pycomm": "pycomm",
-    "pycomm-shared": "pycomm, shared memory",
-}
 LOSS = "held-out loss, nats per byte"
 
 
@@ -33,10 +27,11 @@ def loss(rows: Sequence[Row]) -> Any:
     """Plot the loss of the demo's runs against wall time."""
     first = rows[0]
     gpu, driver, _ = first["device"].partition(" (driver ")
-    figure, (axes,) = panels(
+    figure, axes = panel(
         "Loss against wall time",
-        f"{_transformer(first, 'Byte-level transformer')}{f' on {gpu}' if driver else ''}, a link "
-        f"of {_link(first['rate'])}; {first['steps']} equal steps in each run",
+        f"Byte-level transformer of {int(first['parameters']) / 1e6:.1f} million parameters, DDP "
+        f"on 2 ranks{f' on {gpu}' if driver else ''}, a link of {_link(first['rate'])}; "
+        f"{first['steps']} equal steps in each run",
     )
     curves = [list(tables.parse_curve(row["curve"]).items()) for row in rows]
     for row, curve in zip(rows, curves, strict=True):
@@ -50,79 +45,10 @@ def loss(rows: Sequence[Row]) -> Any:
 
 
 @chart
-def bandwidth(rows: Sequence[Row]) -> Any:
-    """Plot time and bytes per second of two-rank all-reduces against size."""
-    first = rows[0]
-    codec = "" if first["codec"] == "none" else f" through {first['codec']}"
-    figure, (times, rates) = panels(
-        "All-reduce inside a machine",
-        f"{first['op']} of {first['type']}{codec} by {first['ranks']} ranks on {first['device']}, "
-        "all backends in turns",
-        2,
-    )
-    for backend, label in BACKENDS.items():
-        mine = [row for row in rows if row["backend"] == backend]
-        if mine:
-            base = backend == "gloo"
-            sizes = [int(row["size"]) for row in mine]
-            seconds = [1e-6 * float(row["time_p50"]) for row in mine]
-            line(times, label, zip(sizes, seconds, strict=True), base=base)
-            speeds = [1e9 * float(row["effbw"]) for row in mine]
-            line(rates, label, zip(sizes, speeds, strict=True), base=base)
-    for axes in (times, rates):
-        log_scale(axes, "x", _size, [8 << shift for shift in range(0, 40, 5)])
-    log_scale(times, "y", format_time)
-    log_scale(rates, "y", lambda rate: f"{format_bytes(rate)}/s")
-    times.set(xlabel="bytes", ylabel="time of a call", title="Latency: lower is better")
-    rates.set(xlabel="bytes", ylabel="size / time", title="Bandwidth: higher is better")
-    return figure
-
-
-@chart
-def steps(rows: Sequence[Row]) -> Any:
-    """Plot the time of a training step against the link rate, by method."""
-    figure, (axes,) = panels(
-        "Training step by link",
-        f"{_transformer(rows[0])} with one core each, links between network namespaces",
-    )
-    for method in dict.fromkeys(row["method"] for row in rows):
-        mine = [row for row in rows if row["method"] == method]
-        points = [(parse_rate(row["rate"])[0], float(row["seconds"])) for row in mine]
-        line(axes, method, points, base=method == BASE_METHOD)
-    log_scale(axes, "x", format_rate, sorted({parse_rate(row["rate"])[0] for row in rows}))
-    log_scale(axes, "y", format_time)
-    axes.set(xlabel="link", ylabel="step")
-    return figure
-
-
-@chart
-def bars_of_steps(rows: Sequence[Row]) -> Any:
-    """Draw steps beside their bounds: a panel for the fastest link and one for the slowest."""
-    rates = sorted({row["rate"] for row in rows}, key=lambda rate: -parse_rate(rate)[0])
-    shown = list(dict.fromkeys((rates[0], rates[-1])))
-    methods = list(dict.fromkeys(row["method"] for row in rows))[::-1]
-    figure, every = panels(
-        "Training steps beside what the link allows",
-        f"{_transformer(rows[0])}; {rows[0]['device']}; lower is better",
-        len(shown),
-    )
-    bars = (("the bound B", "bound", GREY, 0.2), ("step", "seconds", COLOURS[0], -0.2))
-    for axes, rate in zip(every, shown, strict=True):
-        mine = {row["method"]: row for row in rows if row["rate"] == rate}
-        for label, column, colour, above in bars:
-            lengths = [_ms(mine[name][column]) if name in mine else 0.0 for name in methods]
-            places = [place + above for place in range(len(methods))]
-            axes.barh(places, lengths, 0.4, label=label, color=colour)
-        axes.set_yticks(range(len(methods)), methods)
-        axes.set(xlabel="ms", title=f"Links of {_link(rate)}")
-    return figure
-
-
-@chart
 def timeline(rows: Sequence[Row]) -> Any:
     """Draw the stages of each bucket of a step, and the optimizer, on an axis of time."""
     first = rows[0]
-    figure, (axes,) = panels(
+    figure, axes = panel(
         "The stages of a step",
         f"{first['method']} on links of {_link(first['rate'])}; model {first['model']}; "
         f"{first['device']}",
@@ -147,7 +73,7 @@ def kinds(rows: Sequence[Row]) -> Any:
     changes, spreads = suite.changes(harness.rows_of(rows, harness.Row))
     models = list(dict.fromkeys(row["model"] for row in rows))[::-1]
     seeds = len({row["seed"] for row in rows})
-    figure, (axes,) = panels(
+    figure, axes = panel(
         "Loss by kind of task",
         f"Held-out loss against exact gradients, {rows[0]['ranks']} ranks, AdamW, mean of {seeds} "
         "seeds; left is better",
@@ -175,19 +101,9 @@ def kinds(rows: Sequence[Row]) -> Any:
 
 
 def _ms(seconds: str) -> float:
-    return 1e3 * float(seconds) if seconds not in ("", "None") else 0.0
-
-
-def _transformer(row: Row, what: str = "Transformer") -> str:
-    ranks = row.get("ranks", "2")  # the demo's
-    return f"{what} of {int(row['parameters']) / 1e6:.1f} million parameters, DDP on {ranks} ranks"
+    return 1e3 * float(seconds)
 
 
 def _link(rate: str) -> str:
     """Format "200mbit" as "200 Mbit/s"."""
     return format_rate(parse_rate(rate)[0])
-
-
-def _size(size: float) -> str:
-    text = harness.format_size(int(size))
-    return f"{text} B" if text.isdigit() else f"{text[:-1]} {text[-1]}iB"

@@ -14,7 +14,7 @@ from pathlib import Path
 import pycomm
 from pycomm.bench import peers, plan
 from pycomm.bench.common import tables
-from pycomm.bench.common.harness import Row, read_rows
+from pycomm.bench.common.harness import Row, format_size, read_rows
 from pycomm.bench.common.report import markdown
 from pycomm.bench.training import suite
 from pycomm.bench.training.methods import METHODS
@@ -37,7 +37,9 @@ PAGE = DOCS / "results.md"
 TRAINING, CODECS = tables.RESULTS / "training-cpu.csv", tables.RESULTS / "codecs-cpu.csv"
 SGD, SUITE = tables.RESULTS / "sgd-cpu.csv", tables.RESULTS / "suite-cpu.csv"
 LOCAL, LINKS = tables.RESULTS / "local-sgd-cpu.csv", tables.RESULTS / "links-cpu.csv"
-DEMO = tables.RESULTS / "demo-cpu.csv"
+DEMO, STEPS = tables.RESULTS / "demo-cpu.csv", tables.RESULTS / "steps-cpu.csv"
+COLLECTIVES = tables.RESULTS / "collectives-cpu.csv"
+STAND_IN = tables.RESULTS / "step-stand-in.csv"
 
 
 def steps(rows: Sequence[Row], model: str) -> str:
@@ -57,6 +59,28 @@ def steps(rows: Sequence[Row], model: str) -> str:
     # The fastest on the last link first.
     lines.sort(key=lambda line: float(line[-1] or "inf"))
     return markdown(("method", "MB a step", *(f"{rate}, ms" for rate in rates)), lines)
+
+
+def steps_by_link(rows: Sequence[Row]) -> str:
+    """Return the table with a row per link: milliseconds of a step of the demo's model."""
+    found = {(r.rate, r.method): r.seconds for r in rows}
+    lines = [
+        [rate, *(number(found[rate, method], 0, 1e3) for method in BY_LINK)]
+        for rate in dict.fromkeys(rate for rate, _ in found)
+    ]
+    return markdown(("link", *map(label, BY_LINK)), lines)
+
+
+def modelled(rows: Sequence[Row]) -> str:
+    """Return the table with a row per method: its modelled step on each link, and the bound."""
+    found = {(r.codec, r.rate): r for r in rows if r.method == f"stand-in, {r.codec}"}
+    codecs, rates = (list(dict.fromkeys(one)) for one in zip(*found, strict=True))
+    lines = [
+        [codec, *(f"{number(r.seconds, 0, 1e3)} ({number(r.bound, 0, 1e3)})" for r in of)]
+        for codec in codecs
+        for of in [[found[codec, rate] for rate in rates]]
+    ]
+    return markdown(("method", *(f"{rate}, ms (bound)" for rate in rates)), lines)
 
 
 def losses(rows: Sequence[Row], model: str) -> str:
@@ -133,6 +157,18 @@ def far_links(path: Path) -> str:
     return markdown(("round trip, loss", "iperf3", *head, "8 KiB, ms", "Gloo"), lines)
 
 
+def all_reduces(path: Path) -> str:
+    """Return the table with a row per size: microseconds of two ranks' all-reduces, by backend."""
+    wanted = {"kind": "time", "op": "all_reduce", "ranks": "2", "codec": "none"}
+    rows = [row for row in tables.read(path) if wanted.items() <= row.items()]
+    found = {(r["size"], r["backend"]): r for r in tables.newest(rows, "size", "backend")}
+    lines = [
+        [format_size(size), *(number(float(found[str(size), b]["time_p50"]), 1) for b in NEAR)]
+        for size in SIZES
+    ]
+    return markdown(("size", *NEAR), lines)
+
+
 def label(method: str) -> str:
     """Return what a table calls a method: the backend is pycomm unless it is named."""
     return method.removeprefix("pycomm, ")
@@ -194,6 +230,8 @@ def planner(path: Path) -> str:
     return markdown(("cases", "median error", "worst", "fastest codec picked"), [cells], left=0)
 
 
+NEAR, SIZES = ("pycomm", "pycomm-shared", "gloo"), (8, 256 << 10, 64 << 20)
+BY_LINK = ("Gloo, fp32", "pycomm, int8", "pycomm, int4", "pycomm, EDEN 1 bit")
 FAR, BACKENDS = ("all_reduce", "broadcast", "all_gather"), ("pycomm", "gloo")
 OPS = ("encode", "encode+residual", "decode")
 LEFT_OUT = {
@@ -242,7 +280,9 @@ def paths() -> str:
 def write_all(claimed: Sequence[tables.Row]) -> None:
     """Write all tables; those of what docs claim has a row for each of these claims."""
     rows = read_rows(TRAINING, Row)
-    write(PAGE, "steps 25m", steps(rows, "25m"))  # a figure has the demo's
+    write(PAGE, "steps 25m", steps(rows, "25m"))
+    write(PAGE, "steps demo", steps_by_link(read_rows(STEPS, Row)))
+    write(PAGE, "all-reduces", all_reduces(COLLECTIVES))
     write(PAGE, "losses demo", losses(rows, "demo"))  # others are sweeps of the demo's settings
     write(PAGE, "losses SGD", losses(read_rows(SGD, Row), "demo"))
     write(PAGE, "losses longer", longer_losses(rows))
@@ -255,4 +295,5 @@ def write_all(claimed: Sequence[tables.Row]) -> None:
     write(DOCS / "peers.md", "peers", peers.markdown(tables.read(tables.RESULTS / "peers-cpu.csv")))
     write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
     write(DOCS / "gpu.md", "paths", paths())
+    write(DOCS / "gpu.md", "stand-in", modelled(read_rows(STAND_IN, Row)))
     write(README, "demo", demo(DEMO))

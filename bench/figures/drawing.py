@@ -7,78 +7,61 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
-# Okabe and Ito's colours, which are distinct for colour-blind readers, too, without their yellow,
-# which is too pale for a line. More lines than colours also differ in dashes.
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f3c8d", "#8c6d31")
-GREY, INK, FAINT, GRID = "#6e6e6e", "#222222", "#555555", "#e6e6e6"
-MARKERS = "os^Dv<>p"
+GREY = "#6e6e6e"
+MARKERS = "os^Dv<>pX*"  # as many as the style has colours
 DIGEST = "Chart"  # the text in a PNG that says which chart it shows
-MARKED = 16  # points of a line that has markers, at most
-STYLE = {
-    "font.size": 11,
-    "lines.linewidth": 2.2,
-    "lines.markersize": 5,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": FAINT,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titlelocation": "left",
-    "grid.color": GRID,
-    "xtick.labelsize": 9.5,
-    "ytick.labelsize": 9.5,
-    "legend.fontsize": 10,
-    "legend.frameon": False,
-    "legend.labelspacing": 0.7,
-}
+STYLE: list[Any] = [
+    "petroff10",  # colours that are distinct for colour-blind readers, too
+    {
+        "font.size": 11,
+        "lines.linewidth": 2.2,
+        "axes.grid": True,
+        "axes.axisbelow": True,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "grid.color": "#e6e6e6",
+        "legend.frameon": False,
+    },
+]
 # The baseline of a comparison often lies below another line, and shows at both sides of it.
-BASELINE = {"color": GREY, "marker": "o", "linestyle": "-"}
-BASELINE |= {"linewidth": 6.0, "alpha": 0.5, "zorder": 1.9}
+BASELINE = {"color": GREY, "linewidth": 6.0, "alpha": 0.5, "zorder": 1.9}
 
 
 def chart(draw: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a function that draws into `panels` one that draws in our style, with a legend."""
+    """Make a function that draws into a `panel` one that draws in our style, with a legend."""
 
     @wraps(draw)
     def drawn(*values: Any) -> Any:
-        import matplotlib
+        from matplotlib import style
 
-        with matplotlib.rc_context(STYLE):
+        with style.context(STYLE):
             figure = draw(*values)
-            named: dict[str, Any] = {}
-            for axes in figure.axes:
-                for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-                    named.setdefault(label, handle)
-            figure.legend(named.values(), named.keys(), loc="outside right center")
+            figure.legend(loc="outside right center")
             return figure
 
     return drawn
 
 
-def panels(title: str, subtitle: str, count: int = 1) -> tuple[Any, Sequence[Any]]:
-    """Return a figure under a title, and its pairs of axes, side by side."""
+def panel(title: str, subtitle: str) -> tuple[Any, Any]:
+    """Return a figure under a title, and its pair of axes."""
+    from cycler import cycler
+    from matplotlib import rcParams
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure((9.6 if count == 1 else 12.6, 5.4), 120)
+    figure = Figure((9.6, 5.4), 120)
     layout = ConstrainedLayoutEngine(rect=(0.005, 0.01, 0.99, 0.86), wspace=0.05)
     figure.set_layout_engine(layout)
     figure.text(0.012, 0.975, title, fontsize=14, fontweight="bold", va="top")
-    figure.text(0.012, 0.915, subtitle, fontsize=10, color=FAINT, va="top")
-    every = figure.subplots(1, count, squeeze=False)[0]
-    for axes in every:
-        dashes = ["-"] * len(COLOURS) + ["--"] * len(COLOURS)
-        axes.set_prop_cycle(color=COLOURS * 2, marker=list(MARKERS) * 2, linestyle=dashes)
-    return figure, every
+    figure.text(0.012, 0.915, subtitle, fontsize=10, color=GREY, va="top")
+    axes = figure.subplots()
+    axes.set_prop_cycle(rcParams["axes.prop_cycle"] + cycler(marker=list(MARKERS)))
+    return figure, axes
 
 
 def line(
@@ -86,32 +69,7 @@ def line(
 ) -> None:
     """Draw a line of points (x, y), from left to right; `base`: it is the baseline."""
     x, y = zip(*sorted(points), strict=True)
-    look = dict(BASELINE) if base else {}
-    if len(x) > MARKED:
-        look["marker"] = ""
-    axes.plot(x, y, label=label, **look)
-
-
-def log_scale(
-    axes: Any, way: str, spell: Callable[[float], str], places: Iterable[float] = ()
-) -> None:
-    """Make the axis "x" or "y" of what is drawn logarithmic.
-
-    Args:
-        axes: the pair of axes.
-        way: which of them.
-        spell: the label of a tick.
-        places: of ticks; none: powers of ten, and on a short axis 2 and 5 times these.
-    """
-    low, high = getattr(axes.dataLim, f"interval{way}")
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps = (1, 2, 5) if high / low < 100 else (1,)
-    usual = [step * 10.0**power for power in powers for step in steps]
-    shown = [place for place in places or usual if 0.8 * low <= place <= 1.25 * high]
-    axes.set(**{f"{way}scale": "log"})
-    axis = getattr(axes, f"{way}axis")
-    axis.set_ticks(shown, [spell(place) for place in shown])
-    axis.minorticks_off()
+    axes.plot(x, y, label=label, marker="", **(BASELINE if base else {}))
 
 
 def digest(figure: Any) -> str:
@@ -135,12 +93,11 @@ def save(figure: Any, path: Path) -> None:
     Raises:
         ImportError: matplotlib is not installed.
     """
-    import matplotlib
+    from matplotlib import style
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(STYLE):
-        told = {DIGEST: digest(figure), "Software": None}
-        figure.savefig(path, format="png", metadata=told)
+    with style.context(STYLE):
+        figure.savefig(path, format="png", metadata={DIGEST: digest(figure), "Software": None})
 
 
 def picture_digest(path: Path) -> str:

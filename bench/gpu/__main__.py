@@ -136,11 +136,8 @@ class GpuRun:
 
     def time(self, kind: str, numels: list[int]) -> None:
         """Time a kind in another process; a crash, or too long a time, loses its later rows."""
-        names = [f"contract {kind} {part}" for part in checks.PARTS]
-        said = [text for text in map(self.checked, names) if text]
-        contract = f"{len(said)} of {len(names)} parts"
-        job = {"kind": kind, "numels": numels, "contract": contract}
-        job |= {"folder": str(self.folder), "machine": self.machine, "specs": self.options.codec}
+        job = {"kind": kind, "numels": numels, "specs": self.options.codec}
+        job |= {"folder": str(self.folder), "machine": self.machine}
         self.call(kind, TASKS, json.dumps(job), seconds=KIND_SECONDS)
 
 

@@ -68,7 +68,7 @@ class GpuRow:
     """One timed kernel or, where kind is "check", the result of one suite without times."""
 
     kind: str  # one of TIMED; or check: `codec` names the suite
-    contract: str  # the contract test's result for this kind in this run: "767 passed"
+    contract: str  # of a check: "767 passed"
     codec: str
     op: str = ""
     numel: int = 0
@@ -119,7 +119,6 @@ def main(
     kind: str,
     numels: Sequence[int],
     specs: Sequence[str],
-    contract: str,
     folder: str,
     machine: dict[str, Any],
 ) -> int:
@@ -129,7 +128,6 @@ def main(
         kind: one of TIMED.
         numels: values per call.
         specs: the codecs.
-        contract: what the contract test has said of this kind.
         folder: of the CSV.
         machine: columns that are equal in all rows.
     """
@@ -144,9 +142,7 @@ def main(
         except Exception as error:  # compilers and CUDA raise their own types
             problem = f"{kind} {spec} {op} of {numel}: {error}"
         else:
-            tables.append(
-                table(Path(folder), machine), [asdict(row) | {"contract": contract} | machine]
-            )
+            tables.append(table(Path(folder), machine), [asdict(row) | machine])
             print(row, flush=True)
             continue
         if problem not in told:  # a missing codec fails in each call

@@ -6,7 +6,6 @@
 //   link I J DELAY LOSS              from node I to J: microseconds, a share
 // and at any time:
 //   rate I SENT RECEIVED             of a node, in bit/s (0: any)
-//   cut I, mend I                    drop all packets from and to a node, or no longer
 //   mark                             counts of trips begin anew
 //   trips                            prints the longest chain of one-way trips since the mark
 //   packets                          prints how many were delivered, lost, and dropped by full
@@ -97,7 +96,6 @@ struct Link {
 struct Node {
   int fd = -1;
   uint32_t address = 0;
-  bool cut = false;
   Pipe sent, received;
   std::priority_queue<Packet, std::vector<Packet>, Later> travelling;
   std::deque<Packet> arriving;
@@ -142,9 +140,6 @@ class Network {
       words >> i >> sent >> received;
       nodes_.at(i).sent.set_rate(sent);
       nodes_.at(i).received.set_rate(received);
-    } else if (verb == "cut" || verb == "mend") {
-      words >> i;
-      nodes_.at(i).cut = verb == "cut";
     } else if (verb == "mark") {
       epoch_++;
       for (Node& node : nodes_) node.trips = 0;
@@ -209,9 +204,7 @@ class Network {
     const Link& link = links_[{from, to}];
     const int64_t left = node.sent.pass(now(), packet.size);
     if (left < 0) return dropped_++, false;
-    if (node.cut || nodes_[to].cut || chance() < link.loss) {
-      return lost_++, false;
-    }
+    if (chance() < link.loss) return lost_++, false;
     packet.at = left + link.delay;
     packet.number = number_++;
     packet.epoch = epoch_;

@@ -22,6 +22,7 @@ from pycomm.bench.common.timing import calls_within, in_turns, quantile
 from pycomm.bench.ops import backends, coded
 from pycomm.bench.ops.cases import BackendCalls, Case, Run
 from pycomm.bench.ops.operations import OPERATIONS, make_case
+from pycomm.communicator import Communicator
 
 SECONDS = 0.5  # time budget of the slowest backend at one size, unless -n is given
 FEWEST, MOST = 20, 5000  # iterations
@@ -55,9 +56,7 @@ class Rank:
     def __init__(self, options: argparse.Namespace, rank: int, ranks: int, store: _C.Store) -> None:
         self.options, self.rank, self.ranks = options, rank, ranks
         # Collects the clocks of all ranks, in a separate group that works beside any backend.
-        control = _C.CommunicatorOptions()
-        control.group = "bench-control"
-        self.control = _C.Communicator(store, rank, ranks, control)
+        self.control = Communicator(store, rank, ranks, group="bench-control")
         given = options.backend, store, rank, ranks
         self.backends = backends.connect(*given, cuda=options.device == "cuda")
         self.specs = {codec: arguments.core_spec(codec) for codec in options.codec}
@@ -69,7 +68,7 @@ class Rank:
         os.sched_setaffinity(0, self._cores)
         for backend in self.backends:
             backend.close()
-        del self.control
+        self.control.close()
 
     def _pin(self) -> None:
         """Pin each rank's main thread to a core of its own, if the machine has enough.
@@ -88,8 +87,7 @@ class Rank:
     def agree(self, values: Sequence[float], op: str) -> list[float]:
         """Reduce float64 values over the ranks."""
         found = array("d", values)
-        at, member = found.buffer_info()[0], _C.ReduceOp.__members__[op]
-        self.control.run("all_reduce", at, at, len(found), _C.DType.float64, member)
+        self.control.all_reduce(found, op)
         return found.tolist()
 
     def cases(self) -> Iterator[tuple[int, Case | None]]:
@@ -201,7 +199,7 @@ class Rank:
         """Warm up without a fixed count; return seconds per call, equal on all ranks."""
         count = max(1, self.options.warmup)
         before = variant.backend.sent_bytes()
-        self.control.run("barrier", 0, 0, 0, _C.DType.uint8)
+        self.control.barrier()
         begin = time.perf_counter()
         for _ in range(count):
             variant.run()
@@ -216,7 +214,7 @@ class Rank:
         cpus = dict.fromkeys(range(len(variants)), 0.0)
 
         def before(v: int) -> None:
-            self.control.run("barrier", 0, 0, 0, _C.DType.uint8)
+            self.control.barrier()
             cpus[v] -= time.process_time()
 
         def after(v: int) -> None:

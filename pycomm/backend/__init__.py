@@ -69,11 +69,10 @@ def begin(group: Backend) -> None:
     """Say at the start of a group of several ranks what it runs on, and what it ignores."""
     if group.size() == 1:
         return
-    options, how = group.options, group.describe()
+    how = group.describe()
     if torch.cuda.is_available():
-        how += f"; tensors of GPUs: device_path={options.device_path}"
-    chosen = ("group", *group.transports)
-    log.begin(group.rank(), how, chosen, lambda name: getattr(options, name))
+        how += f"; tensors of GPUs: device_path={group.options.device_path}"
+    log.begin(group.rank(), how, ("group", *group.transports))
 
 
 _register.register(create)

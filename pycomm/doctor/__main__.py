@@ -13,6 +13,7 @@ import platform
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 
 from pycomm.doctor import gpu, installed, machine, network, probe, self_test, variables
 from pycomm.doctor.finding import LEVELS, STATUS, Finding, worst
@@ -22,14 +23,11 @@ from pycomm.env import refused as refused_here
 MARKS = {"ok": "ok", "note": "note", "warning": "WARNING", "problem": "PROBLEM"}
 
 
-def examine(
-    ranks_here: int = 0, ranks: int = 0, hosts: int = 0
-) -> tuple[list[Finding], dict[str, str]]:
+def examine(ranks_here: int = 0, hosts: int = 0) -> tuple[list[Finding], dict[str, str]]:
     """Run every check but the self-test.
 
     Args:
         ranks_here: number of ranks on this machine; 0: not known.
-        ranks: number of ranks of the job; 0: not known.
         hosts: number of hosts of the job; 0: not known.
 
     Returns:
@@ -37,12 +35,11 @@ def examine(
     """
     found = probe.look()
     set_here = given(*variables.OTHERS)
-    core, torch = found["core"], found["torch"]
-    refused = dict(refused_here()) if core.error else variables.refusals(set_here) | refused_here()
+    core, torch = found["core"], found["torch"].facts
+    refused = refused_here() if core.error else variables.refused() | refused_here()
     findings = installed.judge(found)
-    findings += variables.judge(
-        set_here, refused, torch.facts.get("impl", ""), torch.facts.get("no_effect", ())
-    )
+    impl, no_effect = torch.get("impl", ""), torch.get("no_effect", ())
+    findings += variables.judge(set_here, refused, impl, no_effect)
     cores = len(os.sched_getaffinity(0))
     findings.append(machine.judge(cores, machine.cpu_quota(), ranks_here))
     facts = probe.platform_facts() | {
@@ -50,9 +47,8 @@ def examine(
         "SIMD level": core.facts.get("simd", "none"),
     }
     if not core.error:
-        links = network.look(set_here)
-        findings += network.judge(links, hosts)
-        facts |= {"MTU": ", ".join(str(network.mtu(name)) for name, _ in links.far)}
+        finding, facts["MTU"] = network.judge(set_here, hosts)
+        findings.append(finding)
     return findings, facts | variables.shared(set_here)
 
 
@@ -131,9 +127,8 @@ def main(argv: Sequence[str]) -> int:
 
         here = local or 0
         hosts = -(-ranks // here) if here else 0
-        findings, status = job.examine(
-            lambda: examine(here, ranks, hosts), rank, ranks, options.self_test
-        )
+        look = partial(examine, here, hosts)
+        findings, status = job.examine(look, rank, ranks, options.self_test)
     if findings:
         show(findings)
     return status

@@ -90,8 +90,7 @@ def _c10d(c10d: ProbeOutcome, torch: ProbeOutcome) -> Iterator[Finding]:
         how = of.get(facts["kind"], f"compiled at first use, in {Path(facts['binary']).parent}")
         yield TOPIC.ok(name, f"fits torch {facts['torch']}, and loads: {how}")
         return
-    built_for = facts["built_for"] or ", ".join(facts["prebuilt_for"])
-    text = f"is built for torch {built_for}, not for {facts['torch']}" if built_for else "is absent"
+    text = f"none fits torch {facts['torch']}: {facts['why']}"
     if facts["missing"]:
         yield TOPIC.problem(
             name,

@@ -84,7 +84,7 @@ def _report(look: Look) -> RankReport:
 
 def _compare(
     mine: RankReport, rank: int, ranks: int, self_test_wanted: bool
-) -> tuple[dict[int, RankReport], list[self_test.Result]]:
+) -> tuple[list[RankReport], list[self_test.Result]]:
     """Return the reports of all ranks and, if wanted, their sums through the backend, as training
     makes them."""
     import torch
@@ -109,12 +109,12 @@ def _compare(
         group.compressed_all_reduce(tensor(values), layout, [(0, 0)], 0, 0, False).wait()
 
     try:
-        reports = {
-            other: RankReport(host, facts, [Finding(**one) for one in findings])
-            for other, (host, facts, findings) in enumerate(
-                gather_json((mine.host, mine.facts, [asdict(f) for f in mine.findings]), world)
+        reports = [
+            RankReport(host, facts, [Finding(**one) for one in findings])
+            for host, facts, findings in gather_json(
+                (mine.host, mine.facts, [asdict(f) for f in mine.findings]), world
             )
-        }
+        ]
         if not self_test_wanted:
             return reports, []
         result = self_test.check(
@@ -128,31 +128,31 @@ def _compare(
 # ------------------------------------------------------------------------------- judging
 
 
-def merged(reports: dict[int, RankReport]) -> list[Finding]:
+def merged(reports: Sequence[RankReport]) -> list[Finding]:
     """Return the findings of all hosts: an ok once, from rank 0; others with their ranks."""
-    first = reports[min(reports)].findings
     having: dict[Finding, list[int]] = {}
-    for rank, report in reports.items():
+    for rank, report in enumerate(reports):
         for finding in report.findings:
             having.setdefault(finding, []).append(rank)
-    tellers = [rank for rank, report in reports.items() if report.findings]
-    kept = [f for f in having if f in first or f.level in ("warning", "problem")]
-    return [
-        f if len(having[f]) == len(tellers) or STATUS[f.level] == 0 else replace(f, where=places)
-        for f in kept
-        for places in [_places(having[f], reports)]
-    ]
+    tellers = sum(bool(report.findings) for report in reports)
+    found = []
+    for finding, ranks in having.items():
+        if STATUS[finding.level]:
+            where = "" if len(ranks) == tellers else _places(ranks, reports)
+            found.append(replace(finding, where=where))
+        elif finding in reports[0].findings:
+            found.append(finding)
+    return found
 
 
-def differences(reports: dict[int, RankReport]) -> Iterator[Finding]:
+def differences(reports: Sequence[RankReport]) -> Iterator[Finding]:
     """Yield findings on facts that differ between ranks but should be equal."""
-    names = dict.fromkeys(name for report in reports.values() for name in report.facts)
+    names = dict.fromkeys(name for report in reports for name in report.facts)
     same = True
     for name in names:
         by_value: dict[str, list[int]] = {}
-        for rank, report in reports.items():
-            is_variable = name.startswith("PYCOMM_")
-            if name in report.facts or is_variable:
+        for rank, report in enumerate(reports):
+            if name in report.facts or name.startswith("PYCOMM_"):
                 by_value.setdefault(report.facts.get(name, "not set"), []).append(rank)
         if len(by_value) > 1:
             same = False
@@ -163,12 +163,12 @@ def differences(reports: dict[int, RankReport]) -> Iterator[Finding]:
             )
             yield TOPIC.finding(level, name, text, advice)
     if same:
-        hosts = len({report.host for report in reports.values()})
+        hosts = len({report.host for report in reports})
         text = f"{len(reports)} ranks on {hosts} host{'s' * (hosts > 1)} have the same of all this"
         yield TOPIC.ok("differences", text)
 
 
-def _places(ranks: Sequence[int], reports: dict[int, RankReport]) -> str:
+def _places(ranks: Sequence[int], reports: Sequence[RankReport]) -> str:
     hosts = dict.fromkeys(reports[rank].host for rank in ranks)
     return f"{named(ranks)} ({', '.join(hosts)})"
 

@@ -90,18 +90,11 @@ def c10d() -> Facts:
 
     version = torch.__version__
     found = _build.find_c10d(version)
-    facts: Facts = {
-        "torch": version,
-        "built_for": _build.c10d_built_for() or "",
-        "prebuilt_for": _build.c10d_prebuilt_for(),
-        "kind": found[0] if found else "",
-        "binary": str(found[1]) if found else "",
-    }
     if found is None:
-        facts["missing"] = _build.missing_tools()
-    else:
-        _build.import_c10d(found[1])
-    return facts
+        why, missing = _build.why_none(), _build.missing_tools()
+        return {"torch": version, "binary": "", "why": why, "missing": missing}
+    _build.import_c10d(found[1])
+    return {"torch": version, "binary": str(found[1]), "kind": found[0]}
 
 
 def driver() -> Facts:

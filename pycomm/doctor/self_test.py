@@ -14,6 +14,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from pycomm.doctor import children
@@ -21,7 +22,7 @@ from pycomm.doctor.finding import Finding, Topic
 from pycomm.env import variables_of_rank
 
 if TYPE_CHECKING:
-    from pycomm import _C
+    from pycomm.communicator import Communicator
 
 TOPIC = Topic("self-test")
 CODEC = "quant:bits=8,block=256,rounding=nearest"
@@ -100,52 +101,29 @@ def check(
 
 def rank_main(rank: int, ranks: int, folder: str) -> None:
     """Print a JSON line for each transport, and one for reads between processes."""
-    from pycomm import _C
+    from pycomm.communicator import Communicator, Store
 
-    store = _C.Store.file(folder)
+    store = Store.file(folder)
     for way in ("shm", "tcp"):
+        options: dict[str, Any] = {"group": f"doctor-{way}", "transport": way, "timeout": 15.0}
         try:
-            result = _try(store, rank, ranks, way)
+            with Communicator(store, rank, ranks, **options) as group:
+                if way == "shm":
+                    print(json.dumps({"reads": _reads(group)}), flush=True)
+                coded = partial(group.all_reduce_coded, codec=CODEC, average=False)
+                result = check(way, group.describe(), rank, ranks, group.all_reduce, coded)
             print(json.dumps(asdict(result)), flush=True)
         except RuntimeError as error:
             print(json.dumps({"way": way, "error": str(error).splitlines()[0]}), flush=True)
 
 
-def _try(store: _C.Store, rank: int, ranks: int, way: str) -> Result:
-    from pycomm import _C
-
-    options = _C.CommunicatorOptions()
-    options.group, options.transport, options.timeout = f"doctor-{way}", way, 15.0
-    group = _C.Communicator(store, rank, ranks, options)
-    if way == "shm":
-        print(json.dumps({"reads": _reads(group, ranks)}), flush=True)
-
-    def reduce(x: array[float]) -> None:
-        at = x.buffer_info()[0]
-        group.run("all_reduce", at, at, len(x), _C.DType.float32)
-
-    return check(way, group.describe(), rank, ranks, reduce, lambda x: reduce_coded(group, x))
-
-
-def reduce_coded(group: _C.Communicator, x: array[float]) -> None:
-    """Sum float32 values over all ranks, sent by the codec of this test."""
-    from pycomm import _C
-
-    pieces = _C.Pieces()
-    pieces.add(len(x), _C.Codec(CODEC))
-    group.run_coded("all_reduce", x.buffer_info()[0], 0, pieces, average=False)
-
-
-def _reads(group: _C.Communicator, ranks: int) -> bool:
+def _reads(group: Communicator) -> bool:
     """Return whether ranks read each other's memory: then a large tensor is not staged."""
-    from pycomm import _C
-
-    source, target = (array("f", bytes(4 * LARGE * ranks)) for _ in range(2))
-    group.run("barrier", 0, 0, 0, _C.DType.uint8)  # after it ranks know whom they may read
+    source, target = (array("f", bytes(4 * LARGE * group.size)) for _ in range(2))
+    group.barrier()  # after it ranks know whom they may read
     before = group.sent_bytes()
-    buffers = source.buffer_info()[0], target.buffer_info()[0]
     # Of any number of ranks: sums and broadcasts of some are staged, since that is faster.
-    group.run("all_to_all", *buffers, LARGE, _C.DType.float32)
+    group.all_to_all(source, target)
     return group.sent_bytes() - before < 4 * LARGE
 
 

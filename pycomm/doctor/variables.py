@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 from pycomm.doctor import children
 from pycomm.doctor.finding import Finding, Topic
 from pycomm.doctor.probe import AT_IMPORT, SECONDS
-from pycomm.env import BUILD, PREFIX, VARIABLES, Variable, guess, with_only
+from pycomm.env import BUILD, PREFIX, VARIABLES, Variable, everything, guess, with_only
 
 TOPIC = Topic("environment")
 # Other projects' variables: the core takes its interface from them if PYCOMM_INTERFACE is not set.
@@ -87,14 +88,11 @@ def shared(given: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in given.items() if name in known and known[name].same}
 
 
-def refusals(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the core's error for each variable, checked one by one: it stops at the first."""
+def refused() -> dict[str, str]:
+    """Return the core's error, by the variable that it begins with: of several the first one's."""
     program = (
         "import json\nfrom pycomm import _C\n"
         "try: _C.env()\nexcept Exception as error: print(json.dumps({'error': str(error)}))"
     )
-    asked = {
-        name: children.start("-c", program, env=with_only(name)) for name in given if name in core()
-    }
-    words = {name: _said(child)[0] for name, child in asked.items()}
-    return {name: said["error"] for name, lines in words.items() for said in lines}
+    said, _ = _said(children.start("-c", program, env=everything()))
+    return {re.split(r"\W", line["error"])[0]: line["error"] for line in said}

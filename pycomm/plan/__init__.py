@@ -9,7 +9,7 @@ Example:
     >>> from pycomm import plan
     >>> cluster = plan.Cluster(ranks=8, inter=plan.Link.of("1gbit"))
     >>> model = plan.of_count(25_000_000, compute=0.12)
-    >>> plan.advise(model, cluster, plan.predict(model, cluster)).compress
+    >>> plan.advise(cluster, plan.predict(model, cluster)).compress
     True
 """
 

@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error(str(error))
     found = predict(model, cluster, options.chosen(given))
     limit = ERROR if given.max_error is None else given.max_error
-    advice = advise(model, cluster, found, error=limit)
+    advice = advise(cluster, found, error=limit)
     show.table(show.HEAD, [show.row(p) for p in best_of_each(found)], show.describe(model, cluster))
     show.advice(advice)
     return 0

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from pycomm.plan import codecs
 from pycomm.plan.cluster import Cluster
-from pycomm.plan.model import Model
-from pycomm.plan.prediction import Prediction, best_of_each, with_feedback
+from pycomm.plan.prediction import Prediction, best_of_each
 from pycomm.units import format_bytes, format_rate, format_time
 
 WORTH = 0.05
@@ -45,28 +44,10 @@ class Advice:
         return self.codec != "none"
 
 
-def break_even(cluster: Cluster, ratio: float) -> float:
-    """Return the bytes/s of float32 that encoding and decoding together need to break even.
-
-    With all communication exposed and nothing overlapped: Q > B / (2 (n-1)/n (1 - 1/r)).
-    """
-    n, share = cluster.nodes if cluster.nodes > 1 else cluster.ranks, 1 - 1 / ratio
-    return cluster.slowest.rate / (2 * (n - 1) / n * share) if share > 0 and n > 1 else float("inf")
-
-
-def codec_rate(cluster: Cluster, coding: codecs.Coding) -> float:
-    """Return the bytes/s of float32 that a rank encodes and then decodes."""
-    rates = coding.rates(with_feedback(cluster, coding).processor)
-    return 1 / (1 / rates.encode + 1 / rates.decode) / cluster.slowdown
-
-
-def advise(
-    model: Model, cluster: Cluster, predictions: Sequence[Prediction], *, error: float = ERROR
-) -> Advice:
+def advise(cluster: Cluster, predictions: Sequence[Prediction], *, error: float = ERROR) -> Advice:
     """Choose among predictions, of which some must be without a codec.
 
     Args:
-        model: the model of the predictions.
         cluster: the cluster of the predictions.
         predictions: results of :func:`predict`.
         error: largest acceptable relative squared error of a gradient.
@@ -81,7 +62,7 @@ def advise(
     alike = (p for p in close if p.error <= ALIKE * least)
     chosen = min(alike, key=lambda p: table.index(p.codec))
     if chosen.step > (1 - WORTH) * exact.step:
-        reasons = (*_why_not(model, cluster, exact, fastest), *_limits(cluster))
+        reasons = (*_why_not(cluster, exact, fastest, best), *_limits(cluster))
         return Advice("none", exact.algorithm, 1.0, reasons)
     speedup = exact.step / chosen.step
     why = [
@@ -118,7 +99,7 @@ def _limits(cluster: Cluster) -> tuple[str, ...]:
 
 
 def _why_not(
-    model: Model, cluster: Cluster, exact: Prediction, fastest: Prediction
+    cluster: Cluster, exact: Prediction, fastest: Prediction, best: Sequence[Prediction]
 ) -> tuple[str, ...]:
     """Return the reasons against compression, the decisive one first."""
     if cluster.ranks == 1:
@@ -142,17 +123,9 @@ def _why_not(
             f"the model is tiny for this link: {exact.latency / exact.communication * 100:.0f} % "
             f"of its communication is latency, which no codec shortens"
         )
-    too_slow = []
-    for coding in codecs.CODINGS.values():
-        if coding.combine != "recode" or coding.payload >= model.value_bytes:
-            continue
-        needed = break_even(cluster, model.value_bytes / coding.payload)
-        rate = codec_rate(cluster, coding)
-        if rate < needed:
-            too_slow.append(f"{coding.name} {rate / 1e9:.1f} of {needed / 1e9:.1f}")
-    if too_slow:
+    if slower := [p.codec for p in best if p.communication > exact.communication]:
         why.append(
-            "codecs are slower than what they save on this link (GB/s they reach of those they "
-            "need to break even): " + ", ".join(too_slow)
+            "codecs take longer than what they save on this link, and do not break even: "
+            + ", ".join(slower)
         )
     return tuple(why)

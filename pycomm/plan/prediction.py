@@ -28,8 +28,6 @@ class Prediction:
     """Seconds of all all-reduces, hidden or not."""
     latency: float
     """Part of it that no number of bytes changes: rounds that wait for each other."""
-    processor: float
-    """Seconds of a core that communication takes."""
     wire_bytes: float
     """Bytes that a rank sends to other nodes, or to other ranks if there is one node."""
     error: float
@@ -44,14 +42,6 @@ class Prediction:
     def efficiency(self) -> float:
         """A rank's throughput relative to one alone: 1 is perfect scaling."""
         return self.compute / self.step if self.step else 1.0
-
-
-def with_feedback(cluster: Cluster, coding: Coding) -> Cluster:
-    """Return the cluster with encoding at its rate with error feedback."""
-    if coding.exact or not coding.feedback:
-        return cluster
-    rates = coding.rates(cluster.processor)
-    return replace(cluster, processor=cluster.processor.fed(coding.name, rates))
 
 
 def step(
@@ -71,7 +61,10 @@ def step(
     Raises:
         KeyError: the codec has no such algorithm.
     """
-    fed = with_feedback(cluster, coding)
+    fed = cluster
+    if coding.feedback and not coding.exact:
+        rates = coding.rates(cluster.processor)
+        fed = replace(cluster, processor=cluster.processor.fed(coding.name, rates))
     # Computing is slower where ranks share cores.
     compute = model.compute * (cluster.slowdown if cluster.compute_on_cores else 1.0)
     total, end, passed = NOTHING, 0.0, 0
@@ -96,7 +89,6 @@ def step(
         compute=model.compute,
         communication=total.seconds,
         latency=total.latency,
-        processor=total.processor,
         wire_bytes=total.sent,
         error=coding.total_error if cluster.ranks > 1 else 0.0,
     )

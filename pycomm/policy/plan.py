@@ -62,13 +62,8 @@ class Plan:
         """Steps whose result was not finite."""
         self.events: deque[str] = deque(maxlen=100)
         """The last hundred changes in the course of training, with the reasons."""
-        self._bytes = (0, 0)  # of a step's gradients: encoded once, and as they are
-        self._total = monitor.Total()
         self._take(policy)
         monitor.watch(self)
-        alone = not dist.is_initialized() or dist.get_rank() == 0
-        if group.size() > 1 and group.rank() == 0 and alone:
-            monitor.tell_at_exit(self._total, tell)
 
     def _take(self, policy: Policy) -> None:
         """Take a policy that no parameter has a decision of yet; or raise, and change nothing."""
@@ -142,8 +137,6 @@ class Plan:
             if self.group.rank() == 0:
                 for line in summary(new).splitlines():
                     tell(f"policy: {line}")
-        if new:
-            self._bytes = _bytes(self.decisions.values())
         self._agreed.update(self.decisions)
         self._told.update({name: d.codec for name, d in self.decisions.items()})
 
@@ -176,8 +169,6 @@ class Plan:
         changes |= stage != self._stage
         self._stage = stage
         changed = self._change(device) if changes else set()
-        sent = _bytes(self._shown()) if self.exactly else self._bytes
-        self._total.add(*sent, seconds or 0.0)
         if self._checks:
             self.sampled = self._checks.begin(step, list(self.decisions.values()))
         return changed
@@ -340,7 +331,6 @@ class Plan:
         new = [d for name, d in fresh.items() if str(d) != str(self.decisions[name])]
         changed = {n for n, d in fresh.items() if d.codec != self.decisions[n].codec}
         self.decisions.update(fresh)
-        self._bytes = _bytes(fresh.values())
         self._since.update(dict.fromkeys(changed, self.step))
         if not new:
             return changed

@@ -12,8 +12,8 @@ pytest.importorskip("matplotlib", reason="pictures: pip install pycomm[bench]")
 
 from pycomm.bench import plot
 from pycomm.bench.common import tables
-from pycomm.bench.figures.catalogue import Figure
-from pycomm.bench.figures.drawing import chart, line, log_scale, panels, save
+from pycomm.bench.figures.drawing import chart, line, panel, save
+from pycomm.bench.plot import Figure
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,9 +25,8 @@ def test_committed_figures_are_up_to_date():
 
 @chart
 def lines(rows: list[tables.Row]):
-    figure, (axes,) = panels("A", "b")
+    figure, axes = panel("A", "b")
     line(axes, "c", [(float(row["x"]), float(row["y"])) for row in rows])
-    log_scale(axes, "y", str)
     return figure
 
 

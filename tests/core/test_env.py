@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pycomm import _test
-from pycomm.env import cache_home, misspelt
+from pycomm.env import cache_home
 from pycomm.errors import Error
 from pycomm.folders import distrust, private
 
@@ -213,8 +213,3 @@ def test_a_link_is_not_followed(tmp_path):
 def test_another_users_folder_is_not_trusted(tmp_path):
     os.chown(tmp_path, OTHER, OTHER)
     assert "belongs to another user (number 54321)" in distrust(tmp_path)
-
-
-def test_advice_on_a_removed_variable_is_what_replaces_it(monkeypatch):
-    monkeypatch.setenv("PYCOMM_RATE", "100mbit")
-    assert "set PYCOMM_LINK=100mbit/100mbit" in misspelt([])["PYCOMM_RATE"]

@@ -27,14 +27,13 @@ from pycomm.plan import (
     step,
 )
 from pycomm.plan.__main__ import main
-from pycomm.plan.advice import break_even
 from pycomm.plan.codecs import find
 
 SLOW = Cluster(ranks=8, inter=Link.of("1gbit"))
 
 
 def advice(model, cluster, **options):
-    return advise(model, cluster, predict(model, cluster), **options)
+    return advise(cluster, predict(model, cluster), **options)
 
 
 def test_a_slow_link_gets_a_codec():
@@ -99,12 +98,6 @@ def test_says_dont_and_why(model, cluster, reason):
     given = advice(model, cluster)
     assert not given.compress
     assert reason in "\n".join(given.why)
-
-
-def test_break_even_is_the_formula_of_the_page():
-    # 8 ranks on 10 Gbit/s at a ratio of 4: 0.76 B.
-    ten = Cluster(ranks=8, inter=Link("10", 1.25e9, 0))
-    assert break_even(ten, 4.0) == pytest.approx(0.76 * 1.25e9, rel=0.01)
 
 
 def test_buckets_are_ddps():

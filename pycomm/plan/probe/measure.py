@@ -7,6 +7,7 @@ same time, since that is how they will be used.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from pycomm.communicator import Communicator
 from pycomm.plan.cluster import FAR, Link
 from pycomm.plan.probe import codecs
 from pycomm.plan.probe.ranks import PAUSE, Ranks, all_reduces
-from pycomm.plan.probe.result import ClusterProbe, cores_of_process, machine_of_process, middle
+from pycomm.plan.probe.result import ClusterProbe, machine_of_process, middle
 
 SECONDS = 2.2  # time for one level of links, in all turns
 TURNS = 3
@@ -64,7 +65,7 @@ def _turn(ranks: Ranks, buffers: Sequence[codecs.Buffers], effort: float) -> Clu
             levels[level], group = measure_link(ranks, level, int(rank != 0), memory, budget)
             pair = pair or group
         ranks.rest()
-    machines, cores = ranks.gather(machine_of_process()), cores_of_process()
+    machines, cores = ranks.gather(machine_of_process()), len(os.sched_getaffinity(0))
     before = machines[:rank].count(machines[rank])
     busy = before < max(2, cores)  # further ranks would only wait for a core
     measured = [codecs.measure(ranks, b, effort / TURNS, busy=busy) for b in buffers]

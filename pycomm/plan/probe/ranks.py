@@ -98,13 +98,12 @@ def _clocked(
         call()
         wall.append(time.perf_counter() - begin)
         core.append(time.process_time() - begin_core)
-    slowest = _over(group, wall, _C.ReduceOp.max)
-    return typical(slowest), statistics.median(_over(group, core, _C.ReduceOp.avg))
+    slowest = _over(group, wall, "max")
+    return typical(slowest), statistics.median(_over(group, core, "avg"))
 
 
-def _over(group: Communicator, values: Sequence[float], op: _C.ReduceOp) -> Sequence[float]:
+def _over(group: Communicator, values: Sequence[float], op: str) -> Sequence[float]:
     """Reduce each of the values over all ranks, which makes them equal on all."""
     found = array.array("d", values)
-    address = _C.buffer(found, True)[0]
-    group.core.run("all_reduce", address, address, len(found), _C.DType.float64, op)
+    group.all_reduce(found, op)
     return found

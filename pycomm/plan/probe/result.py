@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import statistics
 from collections.abc import Sequence
@@ -113,11 +112,6 @@ def _middle(records: Sequence[Any]) -> Any:
     if isinstance(first, tuple):
         return tuple(_middle(parts) for parts in zip(*records, strict=True))
     return statistics.median(records) if isinstance(first, float) else first
-
-
-def cores_of_process() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def machine_of_process() -> str:

@@ -9,9 +9,9 @@ import pytest
 from pycomm.bench.__main__ import SUBCOMMANDS
 from pycomm.bench.common import tables
 from pycomm.bench.figures import report
-from pycomm.bench.figures.catalogue import FIGURES
 from pycomm.bench.figures.report import CLAIMS, commands
 from pycomm.bench.ops.operations import OPERATIONS
+from pycomm.bench.plot import FIGURES
 
 
 def write(path: Path, *rows: dict[str, object]) -> Path:

@@ -119,7 +119,7 @@ def test_a_call_that_breaks_the_context_is_the_last(pretend_gpu, tmp_path, capsy
         raise RuntimeError("illegal address")
 
     pretend_gpu.setattr(gpu_tasks, "time_kernel", breaks)
-    job = {"kind": "native", "numels": [4], "specs": ["int8"], "contract": "", "machine": MACHINE}
+    job = {"kind": "native", "numels": [4], "specs": ["int8"], "machine": MACHINE}
     assert gpu_tasks.main(**job, folder=str(tmp_path)) == 1
     assert capsys.readouterr().err.endswith("this call broke the GPU's context\n")
     rows = tables.read(tmp_path / "gpu-device.csv")

@@ -23,6 +23,7 @@ from pycomm.bench.ops import codecs, coded, collectives, measure
 from pycomm.bench.ops.cases import DTYPES, REDUCTIONS, BackendCalls
 from pycomm.bench.ops.operations import OPERATIONS, make_case
 from pycomm.bench.ops.torch_backends import coded_run
+from pycomm.communicator import Communicator
 from pycomm.env import env
 from tests.ranks import run_processes
 from tests.torch.interpreter import free_port, launch
@@ -231,7 +232,7 @@ class Fake(BackendCalls):
 def alone() -> measure.Rank:
     member = measure.Rank.__new__(measure.Rank)
     member.rank, member.ranks = 0, 1
-    member.control = _C.Communicator(None, 0, 1, _C.CommunicatorOptions())
+    member.control = Communicator(None, 0, 1)
     return member
 
 
@@ -258,7 +259,7 @@ def test_ranks_of_a_machine_get_cores_of_their_own():
     def job(c):
         os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}  # as in namespaces
         member = measure.Rank.__new__(measure.Rank)
-        member.rank, member.ranks, member.control = c.rank, c.size, c.core
+        member.rank, member.ranks, member.control = c.rank, c.size, c
         member._pin()
         return os.sched_getaffinity(0)
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -371,29 +369,6 @@ def test_numbers_are_a_line_for_a_board(model):
     unmeasured = Model().shown.numbers("a/")
     assert "a/error" not in unmeasured  # not measured is not 0
     assert unmeasured["a/step"] == 7.0
-
-
-def test_a_total_says_what_gradients_took():
-    total = monitor.Total()
-    assert total.text() == ""
-    total.add(250_000, 1_000_000, 0.0)
-    total.add(250_000, 1_000_000, 1.5)
-    assert total.text() == ("2 steps in 1.5 s: gradients of 2 MB were coded in 500 kB, 1.5 MB less")
-
-
-def test_the_end_of_a_process_tells_totals_once():
-    code = """
-from pycomm import monitor
-from pycomm.log import tell
-for steps in (0, 2, 1):
-    total = monitor.Total()
-    for _ in range(steps):
-        total.add(250_000, 1_000_000, 0.5)
-    monitor.tell_at_exit(total, tell)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    line = "2 models, 3 steps in 1.0 s: gradients of 3 MB were coded in 750 kB, 2.25 MB less"
-    assert done.stderr == f"pycomm: {line}\n"
 
 
 @on_ranks(2, **PATIENT)

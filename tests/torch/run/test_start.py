@@ -11,14 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import pycomm
-from pycomm import _C, log, takeover
+from pycomm import log, takeover
 from pycomm.backend import find
 from pycomm.communicator import Communicator
 from pycomm.errors import WireMismatch
@@ -143,8 +142,6 @@ def test_a_misspelt_variable_is_named_once(monkeypatch, caplog):
 
 # --------------------------------------------------------------------- options that are ignored
 
-OTHER = {"link": "1gbit", "sockets": 3, "ports": "29600-29700"}
-
 
 @pytest.mark.parametrize("chosen", ["shm", "tcp"])
 def test_each_option_that_a_group_ignores_is_named(chosen, monkeypatch, caplog):
@@ -167,17 +164,6 @@ def test_what_has_its_default_is_not_named(monkeypatch, caplog):
 def test_every_row_says_what_heeds_it():
     assert {row.acts for row in rows()} <= {*ABOUT, ""}
     assert all(row.acts in ("group", "tcp") for row in rows() if row.option)
-
-
-def test_an_argument_that_a_group_ignores_is_named(caplog):
-    options = {"transport": "shm", "algo": "flat"}
-    given = options | OTHER if hasattr(_C.GroupOptions(), "ports") else options
-    run(2, lambda c: c.all_reduce(np.ones(3, np.float32)), **given)
-    said = {text.partition("=")[0] for text in caplog.messages if "no effect" in text}
-    assert said == {f"the option {name}" for name in OTHER}
-    caplog.clear()
-    run(2, lambda c: None, **(options | {"transport": "tcp", "sockets": 3}))
-    assert "no effect" not in caplog.text
 
 
 def test_another_backend_ignores_what_is_pycomm_s(tmp_path):
