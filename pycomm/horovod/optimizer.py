@@ -88,9 +88,9 @@ class GradientBucket:
         self.views = [view.view(p.shape) for view, p in zip(views, parameters, strict=True)]
         self.flat = flat
         self.missing = len(parameters)
-        # Gradients, their versions, and sums of their bits: GradScaler's kernel and what goes
-        # through `.data` write values without counting the version up.
-        self.sent: list[tuple[torch.Tensor | None, int, torch.Tensor | None]] = []
+        # Gradients and sums of their bits: GradScaler's kernel and what goes through `.data` write
+        # values without counting a gradient's version up.
+        self.sent: list[tuple[torch.Tensor | None, torch.Tensor | None]] = []
         self.future: torch.futures.Future[torch.Tensor] | None = None
 
     def fill(self) -> None:
@@ -99,32 +99,25 @@ class GradientBucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             gradient = parameter.grad if parameter.requires_grad else None
             if gradient is None:
-                self.sent.append((None, 0, None))
+                self.sent.append((None, None))
                 view.zero_()  # frozen, or no backward on this rank has used it
             else:
-                self.sent.append((gradient, gradient._version, sum_of_bits(gradient)))
+                self.sent.append((gradient, sum_of_bits(gradient)))
                 view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
 
     def changed(self) -> str:
         """Return the name of a gradient that was changed since `fill`, or ""."""
-        names: list[str] = []
-        sums: list[torch.Tensor] = []
-        now: list[torch.Tensor] = []
-        for parameter, name, (gradient, version, bits) in zip(
+        differ: dict[str, torch.Tensor] = {}
+        for parameter, name, (gradient, bits) in zip(
             self.parameters, self.names, self.sent, strict=True
         ):
-            if not parameter.requires_grad and gradient is None:
-                continue
-            if parameter.grad is not gradient:
+            trained = parameter.requires_grad or gradient is not None
+            if trained and parameter.grad is not gradient:
                 return name
             if gradient is not None and bits is not None:
-                if gradient._version != version:
-                    return name
-                names.append(name)
-                sums.append(bits)
-                now.append(sum_of_bits(gradient))
-        differ = (torch.stack(sums) != torch.stack(now)).tolist() if names else []
-        return next((name for name, one in zip(names, differ, strict=True) if one), "")
+                differ[name] = sum_of_bits(gradient) != bits
+        told = torch.stack([*differ.values()]).tolist() if differ else []
+        return next((name for name, one in zip(differ, told, strict=True) if one), "")
 
     def empty(self) -> None:
         """Write the results to the gradients of those parameters that are trained.
