@@ -11,10 +11,10 @@
 #include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "core/error.h"
+#include "transports/openssl.h"
 #include "transports/store.h"
 #include "transports/tcp/endpoint/group_formation.h"
 #include "transports/tcp/net/interface.h"
-#include "transports/tcp/tls/library.h"
 
 namespace py = pybind11;
 
@@ -151,7 +151,7 @@ void bind_stores(py::module_& m) {
           py::arg("number"),
           "The store of this number, which other ranks find; the endpoint must outlive it.");
 
-  m.def("tls_version", &tcp::openssl::version, py::arg("file") = "",
+  m.def("tls_version", &openssl::version, py::arg("file") = "",
         "The OpenSSL that encrypts; raises Error if there is none. `file`: look at this one.");
   m.def(
       "interfaces",

@@ -9,10 +9,10 @@
 #include <cerrno>
 
 #include "core/error.h"
+#include "transports/openssl.h"
 #include "transports/seal.h"
 #include "transports/tcp/connect/handshake.h"
 #include "transports/tcp/connect/peers.h"
-#include "transports/tcp/tls/library.h"
 
 namespace pycomm::tcp {
 

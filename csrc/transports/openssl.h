@@ -1,6 +1,6 @@
-// OpenSSL 3 functions that tls/session.cpp uses, found when the first group encrypts: pycomm builds
-// without OpenSSL's headers, and runs without its library where no group asks for encryption.
-// Names, prototypes and numbers are those of its manual (docs.openssl.org/3.0/man3).
+// OpenSSL 3 functions that pycomm uses, found when the first group has a secret or encrypts: pycomm
+// builds without OpenSSL's headers, and runs without its library where no group does. Names,
+// prototypes and numbers are those of its manual (docs.openssl.org/3.0/man3).
 #pragma once
 #include <string>
 
@@ -9,13 +9,13 @@
 
 namespace pycomm {
 
-/// True if these options mean that connections are encrypted: `tls` is on, or it is auto, a secret
-/// is given, and OpenSSL is there. Throws Error if it has another value.
+/// True if these options mean that connections are encrypted: `tls` is on, or it is auto and a
+/// secret is given. Throws Error if it has another value.
 PYCOMM_API bool encrypts(const GroupOptions& options);
 
 }  // namespace pycomm
 
-namespace pycomm::tcp::openssl {
+namespace pycomm::openssl {
 
 // These types are opaque, as in the library itself.
 struct SSL;
@@ -77,7 +77,10 @@ constexpr int kBioEnd = 2;               // BIO_CTRL_EOF
   X(BIO_get_data, void*, (BIO*))                                             \
   X(BIO_set_init, void, (BIO*, int))                                         \
   X(BIO_set_flags, void, (BIO*, int))                                        \
-  X(BIO_clear_flags, void, (BIO*, int))
+  X(BIO_clear_flags, void, (BIO*, int)) \
+  X(EVP_PBE_scrypt, int,                                                     \
+    (const char*, size_t, const unsigned char*, size_t, uint64_t, uint64_t, uint64_t, uint64_t, \
+     unsigned char*, size_t))
 
 struct Library {
 #define PYCOMM_OPENSSL_MEMBER(name, result, arguments) result(*name) arguments = nullptr;
@@ -88,12 +91,15 @@ struct Library {
 /// Returns the library of this process. Throws Error that says what to install.
 const Library& library();
 
-/// True if there is a library.
-bool available();
-/// Warns, once, where encryption is weaker than its options suggest.
+/// Warns, once, if connections are encrypted by keys that come from the store.
 void warn_of_weakness(const GroupOptions& options);
 
 /// Returns "OpenSSL 3.0.17 1 Jul 2025", of the file if one is named. Throws Error as library().
 PYCOMM_API std::string version(const std::string& file = "");
 
-}  // namespace pycomm::tcp::openssl
+/// Returns 32 bytes of scrypt (RFC 7914), by N = 16384, r = 8 and p = 1. It takes 50 ms and 16 MiB:
+/// a key from a secret that people may have chosen, so slow that who tries secrets one after the
+/// other gets nowhere. Throws Error as library().
+std::string scrypt(const std::string& secret, const std::string& salt);
+
+}  // namespace pycomm::openssl
