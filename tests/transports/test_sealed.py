@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from pycomm import _C, _test
+from pycomm import _test
 from pycomm.communicator import Communicator
 from pycomm.errors import Error, PeerLost
 from tests.ranks import on_threads
@@ -27,8 +27,6 @@ SECONDS = 10.0
 class OpenStore:
     """A store as torch's, whose connections anybody can make: `tamper` is what a stranger does to
     what is written."""
-
-    round_trip = 0.0
 
     def __init__(self, appends: bool = True, tamper=lambda key, value: value) -> None:
         self.appends, self.tamper = appends, tamper
@@ -53,7 +51,7 @@ def exchange(store: OpenStore, size: int = 2, secrets=lambda rank: SECRET) -> li
 
     def meet(rank: int):
         try:
-            of = _C.Store.of(store)
+            of = _test.python_store(store)
             return _test.exchange(
                 of,
                 "g",
@@ -192,7 +190,7 @@ def group(*stores: OpenStore, size: int = 2, come: int | None = None, **options)
 
     def run(rank: int):
         try:
-            of = _C.Store.of(stores[rank % len(stores)])
+            of = _test.python_store(stores[rank % len(stores)])
             with Communicator(of, rank, size, **given) as c:
                 c.barrier()
                 return True
