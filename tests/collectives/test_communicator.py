@@ -434,12 +434,8 @@ def test_pieces_that_wrap():
         x = np.ones(8, np.float32)
         many = _C.Pieces()
         many.add(2**60, spec)
-        for call in (
-            lambda: c.core.run_coded("reduce_scatter", x.ctypes.data, x.ctypes.data, many),
-            lambda: c.core.run_coded("all_gather", x.ctypes.data, x.ctypes.data, many),
-        ):
-            with pytest.raises(Error, match="memory"):
-                call()
+        with pytest.raises(Error, match="memory"):
+            c.core.run_coded("reduce_scatter", x.ctypes.data, x.ctypes.data, many)
         works(c)
 
     run(8, job)
