@@ -69,7 +69,8 @@ void bind_stores(py::module_& m) {
           },
           py::arg("where"), py::arg("number"), py::arg("rank"), py::arg("options"),
           py::arg("timeout"),
-          "The store that rank 0 lends at \"address,address\" or at a handle, for which this waits.");
+          "The store that rank 0 lends at \"address,address\" or at a handle, for which this "
+          "waits.");
 
   py::class_<tcp::Endpoint>(m, "StoreEndpoint")
       .def(py::init([](const std::string& address, const GroupOptions& options) {
@@ -78,8 +79,7 @@ void bind_stores(py::module_& m) {
            }),
            py::arg("address"), py::arg("options"),
            "Listens until it is collected, at an address; \"\": where its handle says.")
-      .def_property_readonly("handle",
-                             [](const tcp::Endpoint& e) { return e.handle().text(); })
+      .def_property_readonly("handle", [](const tcp::Endpoint& e) { return e.handle().text(); })
       .def(
           "lend", [](tcp::Endpoint& endpoint, int64_t number) { return endpoint.lend(number); },
           py::arg("number"),

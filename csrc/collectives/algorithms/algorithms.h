@@ -57,8 +57,8 @@ void all_gather(CollectiveContext& context, const Collective& call);
 
 }  // namespace ring
 
-/// A broadcast over a binomial tree: ceil(log2 n) rounds, and no more messages than that at the root,
-/// instead of n-1 (Thakur, Rabenseifner, Gropp 2005, section 4). The root's link carries
+/// A broadcast over a binomial tree: ceil(log2 n) rounds, and no more messages than that at the
+/// root, instead of n-1 (Thakur, Rabenseifner, Gropp 2005, section 4). The root's link carries
 /// ceil(log2 n) b.
 namespace tree {
 

@@ -98,11 +98,11 @@ void Membership::look_for_deaths() {
   for (const auto& [rank, process] : processes_) {
     if (!process.gone() || has_met(rank)) continue;
     // One that we have never seen here died before we started, or its machine is a clone of ours.
-    throw_died(rank, "its process " + std::to_string(process.id()) + " is gone" +
-                         (process.died()
-                              ? ""
-                              : "; if it runs on another machine that has the hostname of this "
-                                "one, set PYCOMM_HOST_ID on each of them"));
+    throw_died(
+        rank, "its process " + std::to_string(process.id()) + " is gone" +
+                  (process.died() ? ""
+                                  : "; if it runs on another machine that has the hostname of this "
+                                    "one, set PYCOMM_HOST_ID on each of them"));
   }
 }
 

@@ -11,6 +11,7 @@
 
 #include "core/env.h"
 #include "core/error.h"
+#include "transports/host_socket.h"
 #include "transports/openssl.h"
 #include "transports/seal.h"
 #include "transports/tcp/connect/handshake.h"
@@ -88,8 +89,7 @@ PeerDirectory AddressExchange::run(const Rendezvous& rendezvous, const std::vect
   }
   // All ranks of the group take part: where one rank does not reach another by shared memory, each
   // rank has some that it does not reach so.
-  const auto hosts =
-      all_gather_values(rendezvous, kHostTopic, all_ranks(rendezvous), host_value());
+  const auto hosts = all_gather_values(rendezvous, kHostTopic, all_ranks(rendezvous), host_value());
   const bool one_host = look_at_hosts(rendezvous, hosts);
   take_cards(rendezvous.rank, exchange_cards(rendezvous, hosts, one_host));
   directory_.session = rendezvous.exchange->session;
