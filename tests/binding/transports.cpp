@@ -23,7 +23,8 @@ namespace py = pybind11;
 namespace pycomm {
 namespace {
 
-/// An object of Python with `appends` and the methods set, append and find of a Store.
+/// An object of Python with `appends` and the methods set, append and find of a Store; some have
+/// add and erase, and `round_trip` in seconds.
 class PythonStore final : public Store {
  public:
   explicit PythonStore(py::object target) : target_(std::move(target)) {}
@@ -46,6 +47,19 @@ class PythonStore final : public Store {
   void append(const std::string& key, const std::string& value) override {
     const GilAcquired gil;
     target_.attr("append")(key, py::bytes(value));
+  }
+  int64_t count(const std::string& key) override {
+    const GilAcquired gil;
+    return py::hasattr(target_, "add") ? target_.attr("add")(key, 1).cast<int64_t>() : 0;
+  }
+  void erase(const std::string& key) override {
+    const GilAcquired gil;
+    target_.attr("erase")(key);
+  }
+  std::chrono::microseconds round_trip() const override {
+    const GilAcquired gil;
+    const auto seconds = py::getattr(target_, "round_trip", py::float_(0.0)).cast<double>();
+    return std::chrono::microseconds(static_cast<int64_t>(seconds * 1e6));
   }
 
  private:

@@ -12,10 +12,10 @@ import time
 
 import pytest
 
-from pycomm import _test
+from pycomm import _C, _test
 from pycomm.communicator import Communicator
-from pycomm.errors import Error, PeerLost
-from tests.ranks import on_threads
+from pycomm.errors import Error, PeerLost, Timeout
+from tests.ranks import good, on_threads
 from tests.transports.wire_peer import sealed
 
 SECRET = "sixteen bytes, at least"
@@ -383,6 +383,31 @@ def test_no_secret_is_left_in_the_store(appends):
     left = b" ".join(store.values.values())
     assert not [secret for secret in said if secret in left]
     assert "default/met/0" in store.values  # the store itself is still there
+
+
+def test_no_secret_is_left_in_a_store_that_rank_0_lends():
+    options = _C.CommunicatorOptions()
+    endpoint = _C.StoreEndpoint("", options)
+    lent = endpoint.lend(0)
+
+    def run(rank: int) -> None:
+        found = lent if rank == 0 else _C.Store.find(endpoint.handle, 0, rank, options, SECONDS)
+        with Communicator(found, rank, 2, transport="tcp", timeout=SECONDS) as c:
+            c.barrier()
+            assert until_gone(lent, "default/tcp-card/all from 0")
+            c.barrier()
+
+    good(on_threads(range(2), run, 30))
+
+
+def until_gone(store: _C.Store, key: str) -> bool:
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        try:
+            store.get(key, 0.001)
+        except Timeout:
+            return True
+    return False
 
 
 def test_addresses_leave_the_store_on_nobody_s_time():

@@ -72,6 +72,12 @@ class RemoteStore final : public Store {
   void append(const std::string& key, const std::string& value) override {
     tell(MessageWriter(MessageKind::append).string(key).string(value));
   }
+  int64_t count(const std::string& key) override {
+    return ask(MessageWriter(MessageKind::count).string(key)).number<int64_t>();
+  }
+  void erase(const std::string& key) override {
+    tell(MessageWriter(MessageKind::erase).string(key));
+  }
   std::chrono::microseconds round_trip() const override {
     return std::chrono::microseconds(round_trip_.load());
   }
