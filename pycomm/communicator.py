@@ -303,43 +303,6 @@ class Communicator:
         how: dict[str, Any] = {"average": average, "seed": seed, "step": step, "timeout": timeout}
         return self.core.run_coded("reduce_scatter", source, target, pieces, **how)
 
-    def all_gather_coded(
-        self,
-        input: Any,
-        out: Any,
-        codec: Any,
-        *,
-        seed: int = 0,
-        step: int = 0,
-        timeout: float = 0.0,
-    ) -> bool:
-        """Encode every rank's ``input`` and put the decoded values in ``out``, in rank order.
-
-        This rank's own row goes through the codec too, so all ranks have the same bits.
-
-        Args:
-            input: float32 [n]; may be this rank's row of ``out``.
-            out: float32 [size, n].
-            codec: one codec for all, or :class:`Piece` s that cover ``input``; a piece's
-                ``residual`` is float32 [numel], if it has one.
-            seed: seed of stochastic rounding, equal on all ranks.
-            step: training step, equal on all ranks.
-            timeout: seconds.
-
-        Returns:
-            True if every value of ``out`` is finite; the same on all ranks.
-        """
-        source, row = floats("all_gather_coded", input, False)
-        target, numel = floats("all_gather_coded", out, True)
-        pieces = built(codec, row)
-        if numel != row * self.size or pieces.numel != row:
-            raise Error(
-                f"all_gather_coded: input has {row} elements, out has {numel} and the pieces "
-                f"cover {pieces.numel}; {self.size} ranks need {self.size} rows of that size"
-            )
-        how: dict[str, Any] = {"seed": seed, "step": step, "timeout": timeout}
-        return self.core.run_coded("all_gather", source, target, pieces, **how)
-
     def reduce_scatter(
         self,
         input: Any,

@@ -1,19 +1,17 @@
 """Stores for ranks that share no folder: rank 0 lends one at MASTER_ADDR and MASTER_PORT.
 
-The agent of torchrun listens there itself: under it, its store is taken, by torch.
+The agent of torchrun listens there itself: under it, rank 0 says in its store where it listens.
 """
 
 from __future__ import annotations
 
 import ipaddress
 import socket
-import time
 from collections import Counter
 from datetime import timedelta
-from typing import Any
 
 from pycomm import _C, env, launch
-from pycomm.errors import Error
+from pycomm.errors import Error, Timeout
 
 # This process's stores at an address, counted: the ranks' stores of one number are one. Rank 0
 # listens until its process ends, since others may still read what it has written.
@@ -45,14 +43,14 @@ def at_master(rank: int, options: _C.CommunicatorOptions) -> _C.Store:
     _numbers[host, port] += 1
     if told.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = told.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return _of_torchrun(host, port, f"pycomm/{attempt}/{number}", options.timeout)
+        return _of_torchrun((host, port), f"pycomm/{attempt}/{number}", number, rank, options)
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise Error(f"rank {rank}: MASTER_ADDR={host} has no address: {error}") from None
     addresses = list(dict.fromkeys(_text(str(address[0]), port) for *_, address in found))
     if rank != 0:
-        return _C.Store.find(addresses, number, rank, options, options.timeout)
+        return _C.Store.find(",".join(addresses), number, rank, options, options.timeout)
     if (host, port) not in _endpoints:
         everywhere = _text("::" if found[0][0] == socket.AF_INET6 else "0.0.0.0", port)
         try:
@@ -81,36 +79,22 @@ def _text(ip: str, port: int) -> str:
     return f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}"
 
 
-def _of_torchrun(host: str, port: int, prefix: str, timeout: float) -> _C.Store:
-    from torch._C._distributed_c10d import PrefixStore, TCPStore
+def _of_torchrun(
+    agent: tuple[str, int], key: str, number: int, rank: int, options: _C.CommunicatorOptions
+) -> _C.Store:
+    from torch._C._distributed_c10d import TCPStore
 
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout))
-    return _C.Store.of(TorchStore(PrefixStore(prefix, store)))
-
-
-class TorchStore:
-    """What `Store.of` takes, of one of torch's TCPStores.
-
-    Args:
-        store: the store; its time to an answer says how far away it is.
-    """
-
-    appends = True
-
-    def __init__(self, store: Any) -> None:
-        self.store = store
-        start = time.perf_counter()
-        store.add("pycomm: begun", 1)
-        self.round_trip = time.perf_counter() - start
-
-    def set(self, key: str, value: bytes) -> None:
-        """Set a key."""
-        self.store.set(key, value)
-
-    def append(self, key: str, value: bytes) -> None:
-        """Append to the value of a key."""
-        self.store.append(key, value)
-
-    def find(self, key: str) -> bytes | None:
-        """Return the value of a key if it is there now."""
-        return self.store.get(key) if self.store.check([key]) else None
+    told = TCPStore(*agent, is_master=False, timeout=timedelta(seconds=options.timeout))
+    if rank != 0:
+        try:
+            handle = told.get(key).decode()
+        except RuntimeError as error:
+            raise Timeout(
+                f"rank {rank}: rank 0 has not said in the store of torchrun within "
+                f"{options.timeout:g} s where it listens: {error}"
+            ) from None
+        return _C.Store.find(handle, number, rank, options, options.timeout)
+    if agent not in _endpoints:
+        _endpoints[agent] = _C.StoreEndpoint("", options)
+    told.set(key, _endpoints[agent].handle)
+    return _endpoints[agent].lend(number)

@@ -67,7 +67,7 @@ class Torch(BackendCalls):
 
     def __init__(self, name: str, group: Any, device: torch.device = CPU) -> None:
         self.name, self.group, self.device = name, group, device
-        self.coded = coded.HOOKS if name.startswith("pycomm") else ()
+        self.coded = coded.CORE if name.startswith("pycomm") else ()
 
     def allocate(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Return memory of the device; shared: that of the group, where DDP keeps its buckets."""
@@ -84,8 +84,8 @@ class Torch(BackendCalls):
             return f"{self.name} has no {case.dtype}"
         if self.name == "gloo" and case.redop == "avg":
             return "gloo has no avg"
-        if self.name == "pycomm-nccl" and case.op.name not in coded.HOOKS:
-            return f"{self.name} codes {', '.join(coded.HOOKS)}"
+        if self.name == "pycomm-nccl" and case.op.name not in coded.CORE:
+            return f"{self.name} codes {', '.join(coded.CORE)}"
         return ""
 
     def prepare(self, case: Case, x: torch.Tensor, y: torch.Tensor, codec: str = "none") -> Run:

@@ -401,12 +401,9 @@ bool Communicator::run_coded(Op op, const CodedArgs& args, void* out, Millisecon
   const size_t ranks = static_cast<size_t>(size()), element = size_of(args.data.dtype);
   const bool scatters = op == Op::reduce_scatter;
   const CallCheck check = impl_->check(op);
-  if (op != Op::all_reduce && op != Op::reduce_scatter && op != Op::all_gather) {
-    check.fail("takes no codecs");
-  }
+  if (op != Op::all_reduce && !scatters) check.fail("takes no codecs");
   check.buffer(args.data.data, args.data.size, element);
   if (scatters) check.buffer(out, args.data.size / ranks, element);
-  if (op == Op::all_gather) check.parts(Parts(out, args.data.size), element);
   coded::check(name(op), args, scatters ? ranks : 1);
   OpTag tag = coded::tag_of(op, args);
   bool finite = false;

@@ -78,8 +78,7 @@ class PYCOMM_API Communicator final : public ParentGroup {
   /// same answer on all ranks), also as 16 bits. An all-reduce works on `args.data`, `out` is
   /// ignored. A reduce_scatter, its first half: `args.data` has a row for each rank, laid out as
   /// the pieces say, and `out`, of the same dtype, gets the sum or average of our rows; it may be
-  /// our row of the data. An all_gather, its second half: row r of `out` gets what rank r has
-  /// encoded of its row, `args.data`, also on rank r itself; that may be our row of `out`.
+  /// our row of the data.
   bool run_coded(Op op, const CodedArgs& args, void* out = nullptr, Milliseconds timeout = {});
 
   // Point to point. Messages are matched by (peer, tag) in order of posting, on a lane of its own.

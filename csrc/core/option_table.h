@@ -61,8 +61,8 @@ GROUP_OPTION(std::string, secret, "", "PYCOMM_SECRET", secret, same, group,
              "random, shared by the store", "reliability.md#authentication");
 GROUP_OPTION(
     std::string, tls, "auto", "PYCOMM_TLS", words({"auto", "on", "off"}), same, tcp,
-    "`on`: every TCP connection is encrypted by TLS 1.3 (OpenSSL 3); `auto`: where a secret "
-    "is given and OpenSSL 3 is installed",
+    "`on`: every TCP connection is encrypted by TLS 1.3 (OpenSSL 3); `auto`: where a secret is "
+    "given",
     "", "reliability.md#encryption");
 
 PROCESS_OPTION(std::string, trace, "", "PYCOMM_TRACE", text, any, group,

@@ -101,15 +101,6 @@ bool HostSocket::serve(int fd, Milliseconds limit) const {
   return peer && same_user(peer) && send_fd(peer, fd);
 }
 
-HostSocket::State HostSocket::probe(const std::string& name) {
-  const Fd socket = make_socket();
-  if (!socket) return State::unknown;  // no descriptor is left: not the other's fault
-  if (with_name(::connect, socket, name) == 0) return State::open;
-  // Nobody takes connections in; many may wait already.
-  if (errno == EAGAIN) return State::open;
-  return errno == ECONNREFUSED ? State::closed : State::unknown;
-}
-
 Fd receive_fd(const std::string& name, Deadline deadline,
               const std::function<void()>& interrupt_check) {
   const Fd socket = make_socket(0);  // it waits where many others do

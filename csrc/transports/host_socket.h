@@ -1,8 +1,6 @@
 // Host socket: a Unix socket with an abstract name that nobody can guess. It has no file that could
 // be left behind, and only processes of the same running kernel and network namespace can connect
-// to it, as long as its process lives. So it proves that two processes share a host and its
-// loopback interface, which the name that a host reports does not: machines that were cloned from
-// one snapshot report the same. And it passes open files on to such processes.
+// to it, as long as its process lives. It passes open files on to such processes.
 #pragma once
 #include <cstdint>
 #include <functional>
@@ -23,11 +21,6 @@ class HostSocket {
   /// has. Throws Error if there is no descriptor for it.
   bool serve(int fd, Milliseconds limit) const;
 
-  /// Tells whether a socket of this name is open on our host; unknown if we may not try (a policy
-  /// of the system, no descriptors).
-  enum class State : uint8_t { open, closed, unknown };
-  static State probe(const std::string& name);
-
  private:
   std::string name_;
   Fd listener_;  // not in forked children, which would keep it open
@@ -41,8 +34,7 @@ Fd receive_fd(
 
 /// Returns a string that is equal for processes of one host: same machine (transports/process.h)
 /// and same network namespace. Ranks in different network namespaces count as different
-/// hosts, and could not connect to each other's socket anyway. Cloned machines may have the same:
-/// a HostSocket is the proof.
+/// hosts, and could not connect to each other's socket anyway.
 std::string host_id();
 /// Returns a string that is equal for processes of one host and user that see each other by the
 /// same process numbers, and so may share memory: others could not tell when one of them dies.

@@ -18,8 +18,8 @@ bool is_stopped(pid_t process);
 uint64_t process_birth();
 
 /// Returns a name that tells this machine from others, without blanks: its running kernel, and the
-/// hostname or PYCOMM_HOST_ID. Machines that were cloned from one snapshot may have the same name,
-/// so code that infers something from it needs another proof. Empty if /proc is not mounted.
+/// hostname or PYCOMM_HOST_ID, which tells machines that were cloned from one snapshot apart. Empty
+/// if /proc is not mounted.
 std::string machine_name();
 
 /// Returns a name of this process that no other process will ever have; empty if /proc does not

@@ -8,9 +8,9 @@
 #include <mutex>
 
 #include "core/error.h"
-#include "core/scrypt.h"
 #include "core/sha256.h"
 #include "core/warning.h"
+#include "transports/openssl.h"
 
 namespace pycomm {
 namespace {
@@ -28,8 +28,7 @@ std::string derive(const std::string& secret) {
               " bytes, and who sees a proof of it can try all of that length; set PYCOMM_SECRET to "
               "16 random bytes or more, such as the output of: openssl rand -base64 24");
   }
-  const Digest key = scrypt(secret, kSalt);
-  return {reinterpret_cast<const char*>(key.data()), key.size()};
+  return openssl::scrypt(secret, kSalt);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
 // Seal: proves that a value in the store comes from a process that knows the group's secret.
 //
-// The key is derived from the secret once in a process, slowly (core/scrypt.h): who sees a proof
-// must pay that for each secret that he tries. The same key authenticates connections
+// The key is derived from the secret once in a process, slowly (transports/openssl.h): who sees a
+// proof must pay that for each secret that he tries. The same key authenticates connections
 // (tcp/connect/handshake.h) and handles (tcp/endpoint/handle.h).
 //
 //   sealed:HMAC:value     HMAC-SHA256 in hexadecimal, of the group, the name, and the value

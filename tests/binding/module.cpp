@@ -21,7 +21,6 @@
 #include "core/env.h"
 #include "core/philox.h"
 #include "core/reduce.h"
-#include "core/scrypt.h"
 #include "core/sha256.h"
 
 namespace py = pybind11;
@@ -80,10 +79,6 @@ void bind_tools(py::module_& m) {
       },
       py::arg("key"), py::arg("message"));
 
-  m.def(
-      "scrypt",
-      [](std::string_view secret, std::string_view salt) { return to_bytes(scrypt(secret, salt)); },
-      py::arg("secret"), py::arg("salt"));
   m.def("parse_rate", &parse_rate, py::arg("text"));
   m.def("parse_link_rate", [](const std::string& text) {
     const LinkRate rate = parse_link_rate(text);

@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <tuple>
 
 #include "binding/core/arguments.h"
@@ -21,6 +22,49 @@ namespace py = pybind11;
 
 namespace pycomm {
 namespace {
+
+/// An object of Python with `appends` and the methods set, append and find of a Store; some have
+/// add and erase, and `round_trip` in seconds.
+class PythonStore final : public Store {
+ public:
+  explicit PythonStore(py::object target) : target_(std::move(target)) {}
+  ~PythonStore() override {
+    const GilAcquired gil;
+    target_ = py::object();
+  }
+  void set(const std::string& key, const std::string& value) override {
+    const GilAcquired gil;
+    target_.attr("set")(key, py::bytes(value));
+  }
+  std::optional<std::string> find(const std::string& key) override {
+    const GilAcquired gil;
+    return target_.attr("find")(key).cast<std::optional<std::string>>();
+  }
+  bool appends() const override {
+    const GilAcquired gil;
+    return target_.attr("appends").cast<bool>();
+  }
+  void append(const std::string& key, const std::string& value) override {
+    const GilAcquired gil;
+    target_.attr("append")(key, py::bytes(value));
+  }
+  int64_t count(const std::string& key) override {
+    const GilAcquired gil;
+    return py::hasattr(target_, "add") ? target_.attr("add")(key, 1).cast<int64_t>() : 0;
+  }
+  void erase(const std::string& key) override {
+    const GilAcquired gil;
+    target_.attr("erase")(key);
+  }
+  std::chrono::microseconds round_trip() const override {
+    const GilAcquired gil;
+    const auto seconds = py::getattr(target_, "round_trip", py::float_(0.0)).cast<double>();
+    return std::chrono::microseconds(static_cast<int64_t>(seconds * 1e6));
+  }
+
+ private:
+  py::object target_;
+};
 
 Deadline after_seconds(double seconds) { return Deadline::after(milliseconds(seconds)); }
 
@@ -202,6 +246,12 @@ void bind_transports(py::module_& m) {
         return std::pair(flow.limit(kSockets) * static_cast<double>(used), used);
       });
 
+  m.def(
+      "python_store",
+      [](const py::object& target) -> std::shared_ptr<Store> {
+        return std::make_shared<PythonStore>(target);
+      },
+      py::arg("target"));
   m.def(
       "exchange",
       [](std::shared_ptr<Store> store, const std::string& group, const std::string& topic, int rank,

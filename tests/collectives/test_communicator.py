@@ -191,7 +191,7 @@ def test_from_env_says_why_ranks_do_not_meet(port):
         outputs, _ = joined_at(port, 1, 3, RANK=(0,), WORLD_SIZE=(2,))
         assert f"rank 0 cannot listen at 127.0.0.1:{port}" in outputs[0]
     outputs, _ = joined_at(port, 1, 2, RANK=(1,), WORLD_SIZE=(2,))
-    assert "rank 0 did not listen at MASTER_ADDR and MASTER_PORT within 2000 ms" in outputs[0]
+    assert re.search(rf"rank 0 did not listen at \S+:{port} within 2000 ms", outputs[0]), outputs
     outputs, _ = joined_at(port, 1, 2, WORLD_SIZE=(2,), MASTER_ADDR=("",))
     assert "set them to a host and a port, or pass a folder" in outputs[0]
     outputs, _ = joined_at(port, 1, 2, WORLD_SIZE=(2,), MASTER_ADDR=("no.such.host.invalid",))
@@ -434,12 +434,8 @@ def test_pieces_that_wrap():
         x = np.ones(8, np.float32)
         many = _C.Pieces()
         many.add(2**60, spec)
-        for call in (
-            lambda: c.core.run_coded("reduce_scatter", x.ctypes.data, x.ctypes.data, many),
-            lambda: c.core.run_coded("all_gather", x.ctypes.data, x.ctypes.data, many),
-        ):
-            with pytest.raises(Error, match="memory"):
-                call()
+        with pytest.raises(Error, match="memory"):
+            c.core.run_coded("reduce_scatter", x.ctypes.data, x.ctypes.data, many)
         works(c)
 
     run(8, job)

@@ -29,7 +29,7 @@ ALGOS_OF = {
     "reduce_scatter": ["one_shot", "ring"],
     "all_gather": ["one_shot", "bruck", "ring"],
     "broadcast": ["one_shot", "two_shot", "tree"],
-    "reduce": ["one_shot", "two_shot", "tree"],
+    "reduce": ["one_shot", "two_shot"],
     "barrier": ["one_shot", "bruck"],
 }
 # Segments of a hundred elements: many in a chunk, the last one shorter.

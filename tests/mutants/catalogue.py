@@ -154,13 +154,6 @@ MUTANTS = (
         "collectives/test_hierarchical.py::test_float_sums_have_one_order_at_every_size",
     ),
     Mutant(
-        "tree-sums-from-the-root-on",
-        "csrc/collectives/algorithms/tree.cpp::reduce",
-        "(call.root + i) % context.size()",
-        "i",
-        "collectives/test_algorithms.py::test_float_sums_are_in_rank_order",
-    ),
-    Mutant(
         "coded-rows-share-random-numbers",
         "csrc/collectives/coded/coder.cpp::Coder::key",
         "if (row > 0) key.seed = hop_seed(key.seed, static_cast<int>(row));",

@@ -111,7 +111,7 @@ class Pieces : public BucketPieces {
     CodedArgs args;
     args.data = {pointer(data), numel() * static_cast<size_t>(rows), dtype};
     args.pieces = pieces();
-    args.average = average && op != Op::all_gather;
+    args.average = average;
     args.seed = seed;
     args.step = step;
     args.owner_residuals =

@@ -11,88 +11,22 @@
 #include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "core/error.h"
+#include "transports/openssl.h"
 #include "transports/store.h"
 #include "transports/tcp/endpoint/group_formation.h"
 #include "transports/tcp/net/interface.h"
-#include "transports/tcp/tls/library.h"
 
 namespace py = pybind11;
 
 namespace pycomm {
 namespace {
 
-/// An object of Python as a Store.
-///
-/// Calls the methods of an object that has those of Store: `set(key, value)`, `find(key)`, which
-/// returns None for a key that is not there, `append(key, value)`, if they count `add(key, amount)`
-/// and `erase(key)`, and the properties `appends` and `round_trip` (in seconds). Values are bytes.
-class PythonStore final : public Store {
- public:
-  explicit PythonStore(py::object target)
-      : target_(std::move(target)),
-        appends_(target_.attr("appends").cast<bool>()),
-        counts_(py::hasattr(target_, "erase")) {}
-  ~PythonStore() override {
-    if (!Py_IsInitialized()) {
-      target_.release();
-      return;
-    }
-    const GilAcquired gil;
-    target_ = py::object();
-  }
-
-  void set(const std::string& key, const std::string& value) override {
-    asking(key, [&] { target_.attr("set")(key, py::bytes(value)); });
-  }
-  std::optional<std::string> find(const std::string& key) override {
-    return asking(key, [&] { return text(target_.attr("find")(key)); });
-  }
-  bool appends() const override { return appends_; }
-  void append(const std::string& key, const std::string& value) override {
-    asking(key, [&] { target_.attr("append")(key, py::bytes(value)); });
-  }
-  int64_t count(const std::string& key) override {
-    if (!counts_) return 0;
-    return asking(key, [&] { return target_.attr("add")(key, 1).template cast<int64_t>(); });
-  }
-  void erase(const std::string& key) override {
-    asking(key, [&] { target_.attr("erase")(key); });
-  }
-  std::chrono::microseconds round_trip() const override {
-    const GilAcquired gil;
-    const double seconds = target_.attr("round_trip").cast<double>();
-    return std::chrono::microseconds(static_cast<int64_t>(seconds * 1e6));
-  }
-
- private:
-  static std::optional<std::string> text(const py::object& value) {
-    if (value.is_none()) return std::nullopt;
-    return value.cast<std::string>();
-  }
-  /// What the object raises becomes an Error. An interrupt, such as KeyboardInterrupt, stays one.
-  template <typename Ask>
-  static auto asking(const std::string& key, const Ask& ask) -> decltype(ask()) {
-    const GilAcquired gil;
-    try {
-      return ask();
-    } catch (const py::error_already_set& error) {
-      if (!error.matches(PyExc_Exception)) throw;
-      const auto what = py::str(error.value()).cast<std::string>();
-      throw Error("the store failed at the key " + key + ": " + what);
-    }
-  }
-
-  py::object target_;
-  const bool appends_;  ///< several ranks may append to one key
-  const bool counts_;
-};
-
 Deadline after_seconds(double seconds) { return Deadline::after(milliseconds(seconds)); }
 
-tcp::Address address_of(const std::string& text) {
-  tcp::Address address;
-  if (tcp::Address::parse(text, address)) return address;
-  throw Error("\"" + text + "\" is no IP address with a port");
+std::vector<tcp::Address> addresses_of(const std::string& text) {
+  std::vector<tcp::Address> addresses = tcp::Address::parse_list(text);
+  if (addresses.empty()) throw Error("\"" + text + "\" is no IP address with a port");
+  return addresses;
 }
 
 }  // namespace
@@ -103,12 +37,6 @@ void bind_stores(py::module_& m) {
           "local", [](bool appends) { return make_local_store(appends); },
           py::arg("appends") = false,
           "For ranks that are threads of this process. `appends`: as torch's TCPStore does.")
-      .def_static(
-          "of",
-          [](const py::object& target) -> std::shared_ptr<Store> {
-            return std::make_shared<PythonStore>(target);
-          },
-          py::arg("target"), "An object of Python with the methods of a Store.")
       .def_static("file", &make_file_store, py::arg("folder"), "For processes that share a folder.")
       .def(
           "set",
@@ -130,28 +58,34 @@ void bind_stores(py::module_& m) {
           py::arg("key"), py::arg("timeout"))
       .def_static(
           "find",
-          [](const std::vector<std::string>& addresses, int64_t number, int rank,
-             const GroupOptions& options, double timeout) {
-            std::vector<tcp::Address> parsed;
-            for (const std::string& address : addresses) parsed.push_back(address_of(address));
+          [](const std::string& where, int64_t number, int rank, const GroupOptions& options,
+             double timeout) {
+            const tcp::Handle there = where.find(' ') == std::string::npos
+                                          ? tcp::known_handle(addresses_of(where), options)
+                                          : tcp::Handle::parse(where);
             const GilReleased release;
-            return tcp::find_store(parsed, number, rank, options, milliseconds(timeout),
+            return tcp::find_store(there, number, rank, options, milliseconds(timeout),
                                    &check_signals);
           },
-          py::arg("addresses"), py::arg("number"), py::arg("rank"), py::arg("options"),
-          py::arg("timeout"), "The store that rank 0 lends at an address, for which this waits.");
+          py::arg("where"), py::arg("number"), py::arg("rank"), py::arg("options"),
+          py::arg("timeout"),
+          "The store that rank 0 lends at \"address,address\" or at a handle, for which this "
+          "waits.");
 
   py::class_<tcp::Endpoint>(m, "StoreEndpoint")
       .def(py::init([](const std::string& address, const GroupOptions& options) {
-             return std::make_unique<tcp::Endpoint>(address_of(address), options);
+             if (address.empty()) return std::make_unique<tcp::Endpoint>("store", options);
+             return std::make_unique<tcp::Endpoint>(addresses_of(address).front(), options);
            }),
-           py::arg("address"), py::arg("options"), "Listens at an address until it is collected.")
+           py::arg("address"), py::arg("options"),
+           "Listens until it is collected, at an address; \"\": where its handle says.")
+      .def_property_readonly("handle", [](const tcp::Endpoint& e) { return e.handle().text(); })
       .def(
           "lend", [](tcp::Endpoint& endpoint, int64_t number) { return endpoint.lend(number); },
           py::arg("number"),
           "The store of this number, which other ranks find; the endpoint must outlive it.");
 
-  m.def("tls_version", &tcp::openssl::version, py::arg("file") = "",
+  m.def("tls_version", &openssl::version, py::arg("file") = "",
         "The OpenSSL that encrypts; raises Error if there is none. `file`: look at this one.");
   m.def(
       "interfaces",

@@ -141,9 +141,8 @@ class Backend final : public c10d::Backend {
   std::string why_no_peers(c10::Device device);
   /// Returns the most bytes of the payload of what a codec cannot cut, where kernels can run them.
   size_t most_payload_bytes(c10::Device device);
-  /// Runs an all_reduce of `output`, which is also `input`, a reduce_scatter or an all_gather. In a
-  /// reduce_scatter the layout is that of a row of `input`, which has one for each rank, and so do
-  /// its residuals; in an all_gather it is that of `input`, a row of `output`.
+  /// Runs an all_reduce of `output`, which is also `input`, or a reduce_scatter, whose layout is
+  /// that of a row of `input`, which has one for each rank, and so do its residuals.
   intrusive_ptr<Work> compressed(Op op, const at::Tensor& output, const at::Tensor& input,
                                  const std::shared_ptr<const Layout>& layout,
                                  const CodedStep& step);

@@ -73,8 +73,6 @@ constexpr Algorithm kAlgorithms[] = {
      [](const Terms& t) -> Cost { return {1, t.others(), t.others() * t.b, t.n * t.b}; }},
     {Op::reduce, Algo::two_shot, direct::two_shot_reduce,
      [](const Terms& t) -> Cost { return {2, 2 * t.others(), 2 * t.others() * t.share(), t.b}; }},
-    {Op::reduce, Algo::tree, tree::reduce,
-     [](const Terms& t) -> Cost { return {t.l, t.l, t.others() * t.b, t.n * t.b}; }},
 
     {Op::barrier, Algo::hierarchical, hierarchical::barrier},
     {Op::barrier, Algo::one_shot, direct::exchange,

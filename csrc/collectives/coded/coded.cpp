@@ -368,12 +368,10 @@ bool run(CollectiveContext& context, Op op, Algo wanted, const CodedArgs& args, 
     return flat(context, wanted, args, values, context.size());
   }
   context.note_algo("one_shot");
-  const bool scatters = op == Op::reduce_scatter;
-  const Plan plan = plan_of_rows(args.pieces, context.size(),
-                                 coded_segment(context.segment_bytes(), context.speed()), scatters);
+  const Plan plan = reduce_scatter_plan(args.pieces, context.size(),
+                                        coded_segment(context.segment_bytes(), context.speed()));
   Channels channels(context, plan);
-  const bool finite = exchange(context, args, out, channels, plan, scatters ? context.size() : 1);
-  return scatters ? all_agree(context, finite) : finite;
+  return all_agree(context, exchange(context, args, out, channels, plan, context.size()));
 }
 
 }  // namespace pycomm::coded

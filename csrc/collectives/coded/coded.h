@@ -49,7 +49,7 @@ PYCOMM_API ShotCosts shot_costs(size_t values, size_t payload, int ranks, const 
 /// Returns whether an all-reduce goes in one shot or two, and why, in words.
 std::string explain(const CodedArgs& args, Algo wanted, int ranks, const Speed& speed);
 
-/// Runs an all_reduce, a reduce_scatter or an all_gather, as Communicator::run_coded says. Between
+/// Runs an all_reduce or a reduce_scatter, as Communicator::run_coded says. Between
 /// nodes of several ranks an all-reduce is exact inside a node, then every rank codes a shard of
 /// its node's sum as if nodes were ranks.
 bool run(CollectiveContext& context, Op op, Algo wanted, const CodedArgs& args, void* out);

@@ -31,8 +31,8 @@ struct Plan {
 Plan all_reduce_plan(Span<const Piece> pieces, const PieceRuns& values, int ranks, bool one_shot,
                      size_t owned_segment, size_t shown_segment, const Shares& shares = {});
 
-/// Returns the plan of a reduce-scatter or an all-gather of rows, one for each rank.
-Plan plan_of_rows(Span<const Piece> pieces, int ranks, size_t segment, bool scatters);
+/// Returns the plan of a reduce-scatter of rows, one for each rank.
+Plan reduce_scatter_plan(Span<const Piece> pieces, int ranks, size_t segment);
 
 /// Payloads of some runs that have come from a rank: what is not read yet. A variable one needs
 /// memory after it for its largest size.

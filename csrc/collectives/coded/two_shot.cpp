@@ -17,12 +17,11 @@ Plan all_reduce_plan(Span<const Piece> pieces, const PieceRuns& values, int rank
   return plan;
 }
 
-Plan plan_of_rows(Span<const Piece> pieces, int ranks, size_t segment, bool scatters) {
+Plan reduce_scatter_plan(Span<const Piece> pieces, int ranks, size_t segment) {
   std::vector<size_t> numbers(static_cast<size_t>(ranks));
   std::iota(numbers.begin(), numbers.end(), 0);
   Plan plan{BucketLayout::of_rows(pieces, numbers, segment), {}};
-  plan.scatters = scatters;
-  plan.gathers = !scatters;
+  plan.gathers = false;
   return plan;
 }
 

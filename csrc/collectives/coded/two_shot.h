@@ -5,9 +5,9 @@
 //   2. makes the results of its chunk when the contributions have come, and sends them to all;
 //   3. decodes the results, and adds up what the others show.
 //
-// Of a reduce_scatter only the contributions travel, of an all_gather only the results, which are
-// then what each rank contributes to its own row. Segments that are there are decoded while others
-// are waited for.
+// Of a reduce_scatter only the contributions travel; of values that are coded once
+// (pycomm/reduction/single_coding.py) only the results, which are then what each rank contributes
+// to its own chunk. Segments that are there are decoded while others are waited for.
 #pragma once
 #include "collectives/coded/coder.h"
 #include "collectives/coded/exchange.h"

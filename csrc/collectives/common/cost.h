@@ -19,7 +19,7 @@ enum class Algo {
   two_shot,      ///< the owner of a chunk reduces or passes it on: two rounds, fewer bytes
   bruck,         ///< all-gather in log2 n rounds
   ring,          ///< two_shot's bytes between neighbours
-  tree,          ///< rooted ops in log2 n rounds
+  tree,          ///< broadcast in log2 n rounds
   hierarchical,  ///< shared memory inside a node, channels between nodes
 };
 

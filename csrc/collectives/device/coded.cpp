@@ -94,7 +94,7 @@ class DeviceGroup::Coded final : public coded::Exchange {
       return coded::all_reduce_plan(args.pieces, coded::values_of(args.pieces), group.size(),
                                     /*one_shot=*/false, owned, shown);
     }
-    return coded::plan_of_rows(args.pieces, group.size(), owned, op == Op::reduce_scatter);
+    return coded::reduce_scatter_plan(args.pieces, group.size(), owned);
   }
   /// Returns the place of what a rank has encoded: a contribution, for this owner.
   uint8_t* place(Shot shot, int from, int owner) const {
@@ -142,8 +142,7 @@ void DeviceGroup::run_coded(Op op, const CodedArgs& args, void* out, Stream stre
     reduce(tag, choose(sizeof(float)), flag, found_inf, 1.0, stream);
   }
   // Leaves no values in the result if a barrier has failed.
-  const size_t rows = op == Op::all_gather ? static_cast<size_t>(size_) : 1;
-  const size_t numel = rows * coded::row_numel(args.pieces);
+  const size_t numel = coded::row_numel(args.pieces);
   spoil_if_broken(to, numel * size_of(args.data.dtype), found_inf, stream);
 }
 

@@ -6,10 +6,10 @@
 #include "collectives/group/membership.h"
 #include "core/decimal.h"
 #include "core/env.h"
+#include "transports/openssl.h"
 #include "transports/shm/transport.h"
 #include "transports/shm/window.h"
 #include "transports/tcp/connect/handshake.h"
-#include "transports/tcp/tls/library.h"
 #include "transports/tcp/transport.h"
 
 namespace pycomm {
@@ -22,11 +22,6 @@ std::string numbers(const std::vector<int>& list) {
   std::string text;
   for (const int number : list) text += (text.empty() ? "" : ",") + std::to_string(number);
   return text;
-}
-
-std::string encryption_text(const CommunicatorOptions& options) {
-  if (encrypts(options)) return "on";
-  return options.tls == "auto" && !options.secret.empty() ? "off (no OpenSSL 3)" : "off";
 }
 
 // What a rank runs: with it the text begins that must be equal on all ranks.
@@ -51,7 +46,7 @@ std::string compatibility_text(const Rendezvous& rendezvous, const CommunicatorO
                      " segment_bytes=" + std::to_string(options.segment_bytes);
   if (options.transport != "shm") {
     text += " sockets=" + (options.sockets == 0 ? "auto" : std::to_string(options.sockets)) +
-            " tls=" + encryption_text(options);
+            " tls=" + (encrypts(options) ? "on" : "off");
   }
   if (!options.sites.empty()) text += " sites=" + numbers(options.sites);
   if (options.nodes.empty()) return text;

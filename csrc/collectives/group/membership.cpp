@@ -23,11 +23,6 @@ constexpr int kNear = 8;
 constexpr Milliseconds kCauseSearch(100);
 constexpr int kCauseSearchTurns = 4;
 constexpr Milliseconds kPause(10);
-// Time that a rank has to answer a liveness question, or a multiple of the store's response time.
-// It polls for such questions after it has waited for kAskedAfter.
-constexpr Milliseconds kAnswer(3000);
-constexpr int kAnswerTurns = 20;
-constexpr Milliseconds kAskedAfter(500);
 // Share of a rank's time that interrupt checks may take: one part of five.
 constexpr int kCheckShare = 4;
 // Requests of a check to the store. Where it is far away, the first check comes so late that it
@@ -85,7 +80,6 @@ void Membership::interrupt_check() {
     }
     look_for_deaths();
     look_at_store();
-    answer();
   } catch (...) {
     knows_ = true;
     throw;
@@ -102,35 +96,14 @@ void Membership::look_for_deaths() {
     }
   }
   for (const auto& [rank, process] : processes_) {
-    const std::string how = "its process " + std::to_string(process.id()) + " is gone";
-    if (process.died()) {
-      if (!has_met(rank)) throw_died(rank, how);
-    } else if (process.gone() && is_silent(rank) && !has_met(rank)) {
-      throw_died(rank, how +
-                           ", and it does not answer; if it runs on another machine that has the "
-                           "hostname of this one, set PYCOMM_HOST_ID on each of them");
-    }
+    if (!process.gone() || has_met(rank)) continue;
+    // One that we have never seen here died before we started, or its machine is a clone of ours.
+    throw_died(
+        rank, "its process " + std::to_string(process.id()) + " is gone" +
+                  (process.died() ? ""
+                                  : "; if it runs on another machine that has the hostname of this "
+                                    "one, set PYCOMM_HOST_ID on each of them"));
   }
-}
-
-// True for a rank that claims to be on our machine and that we have never seen here: it died before
-// we started, or its machine is a clone of ours.
-bool Membership::is_silent(int rank) {
-  const auto asked = asked_.find(rank);
-  if (asked == asked_.end()) {
-    set_word(rendezvous_, word_name("asked", rank), "yes");
-    asked_.emplace(rank, Deadline::after(std::max(kAnswer, kAnswerTurns * answers_in_)));
-    return false;
-  }
-  return asked->second.expired() && !find_word(rendezvous_, word_name("alive", rank));
-}
-
-// Only ranks that joined later ask us, so there is nothing to answer at first.
-void Membership::answer() {
-  if (answered_ || Deadline::Clock::now() - start_ < kAskedAfter) return;
-  if (!find_word(rendezvous_, word_name("asked", rendezvous_.rank))) return;
-  set_word(rendezvous_, word_name("alive", rendezvous_.rank), "yes");
-  answered_ = true;
 }
 
 void Membership::look_at_store() {

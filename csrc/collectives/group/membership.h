@@ -38,8 +38,6 @@ class Membership {
  private:
   void look_for_deaths();
   void look_at_store();
-  void answer();
-  bool is_silent(int rank);
   bool has_met(int rank);
   /// Returns `error`, or the loss or the published reason of another rank that explains it.
   std::exception_ptr behind(const std::exception_ptr& error);
@@ -51,9 +49,6 @@ class Membership {
   const CommunicatorOptions& options_;
   bool parent_was_over_ = false;
   size_t looks_ = 0;
-  std::map<int, Deadline> asked_;  ///< until when a rank may answer that it is alive
-  bool answered_ = false;
-  const Deadline::Clock::time_point start_ = Deadline::Clock::now();
   bool knows_ = false;                ///< we learned from the others what ended the rendezvous
   std::map<int, Process> processes_;  ///< of the ranks that have joined
   Deadline next_look_;

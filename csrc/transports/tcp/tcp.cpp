@@ -4,13 +4,13 @@
 #include <mutex>
 #include <thread>
 
+#include "transports/openssl.h"
 #include "transports/tcp/channel.h"
 #include "transports/tcp/connect/connector.h"
 #include "transports/tcp/connect/control.h"
 #include "transports/tcp/net/pacer.h"
 #include "transports/tcp/net/tuning.h"
 #include "transports/tcp/poller.h"
-#include "transports/tcp/tls/library.h"
 #include "transports/tcp/transport.h"
 
 namespace pycomm {
@@ -242,7 +242,7 @@ std::unique_ptr<Transport> TcpSetup::make(const Rendezvous& rendezvous,
                 " sockets per peer are not possible; set PYCOMM_SOCKETS to 1 to 16");
   }
   tcp::check_congestion_control(options_.congestion);
-  tcp::openssl::warn_of_weakness(options_);
+  openssl::warn_of_weakness(options_);
   std::vector<int> peers;
   for (const int rank : ranks) {
     if (rank != rendezvous.rank) peers.push_back(rank);

@@ -40,7 +40,7 @@ FAULTS_OF_ELASTIC = ("kill", "kill2", "crash", "stop", "_exit")
 OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 OPS += ("broadcast", "scatter", "send_recv")
 CODECS = ("quant", "quant:bits=4", "topk:density=0.1")
-CODED = ("all_reduce", "reduce_scatter", "all_gather")
+CODED = ("all_reduce", "reduce_scatter")
 
 
 @dataclass(frozen=True)

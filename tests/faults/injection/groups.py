@@ -111,7 +111,7 @@ class CoreGroup(Group):
         elif call.op == "reduce_scatter":
             core.reduce_scatter(many, one)
         elif call.op == "all_gather":
-            core.all_gather_coded(one, many, codec) if codec else core.all_gather(one, many)
+            core.all_gather(one, many)
         elif call.op == "all_to_all":
             core.all_to_all(list(many), list(out))
         elif call.op == "broadcast":

@@ -27,7 +27,7 @@ GUARD = 4096
 REDUCING = ("all_reduce", "reduce_scatter", "reduce", "reduce_scatter_list")
 ROOTED = ("broadcast", "reduce", "gather", "scatter")
 LISTED = ("all_gather_list", "reduce_scatter_list", "all_to_all_counts")
-CODED = ("all_reduce_coded", "reduce_scatter_coded", "all_gather_coded")
+CODED = ("all_reduce_coded", "reduce_scatter_coded")
 MOVING = ("all_gather", "all_to_all", "send_recv", "barrier")
 OPS = tuple(dict.fromkeys((*REDUCING, *ROOTED, *LISTED, *CODED, *MOVING)))
 DTYPES = ("float32", "int32", "float64", "int8", "float16", "uint8", "int64")
@@ -190,9 +190,6 @@ def perform(c: Communicator, a: Arguments, arena: Arena) -> None:
         "all_reduce_coded": lambda: c.all_reduce_coded(new(), _C.Codec(a.codec), **coded),
         "reduce_scatter_coded": lambda: c.reduce_scatter_coded(
             new(n * ranks), new(), _C.Codec(a.codec), **coded
-        ),
-        "all_gather_coded": lambda: c.all_gather_coded(
-            new(), new(n * ranks), _C.Codec(a.codec), **coded
         ),
         "send_recv": exchange,
     }

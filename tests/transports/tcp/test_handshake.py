@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import logging
 import os
 import random
 import resource
@@ -319,7 +318,7 @@ def test_it_says_that_it_encrypts():
 
 def test_a_missing_openssl_is_an_error():
     assert _C.tls_version().startswith("OpenSSL 3")
-    with pytest.raises(Error, match=r"needs OpenSSL 3.*/nowhere/.*apt install libssl3"):
+    with pytest.raises(Error, match=r"need OpenSSL 3.*/nowhere/.*apt install libssl3"):
         _C.tls_version("/nowhere/libssl.so.3")
 
 
@@ -336,29 +335,22 @@ void* dlopen(const char* name, int flags) {
 
 
 def begin_three_groups():
-    logging.basicConfig(format="WARNED %(message)s", stream=sys.stdout)
-
     def job(c):
         c.barrier()
         return f"STANDS {tls} {'TLS' in c.describe()}"
 
-    for tls in ("auto", "auto", "on"):
-        options = {"transport": "tcp", "secret": "sixteen bytes, at least", "tls": tls}
-        for outcome in attempt(2, job, **options):
-            print(outcome if isinstance(outcome, str) else f"REFUSED {tls} {outcome}", flush=True)
+    for tls, secret in (("auto", ""), ("on", ""), ("off", "sixteen bytes, at least")):
+        for outcome in attempt(2, job, transport="tcp", secret=secret, tls=tls):
+            print(outcome if isinstance(outcome, str) else f"REFUSED {outcome}", flush=True)
 
 
-def test_without_openssl_auto_warns_once_and_on_refuses(tmp_path):
-    """With a secret, what travels is authenticated while groups begin, and no longer secret."""
+def test_without_openssl_there_is_neither_encryption_nor_a_secret(tmp_path):
     program = f"from {__name__} import begin_three_groups as begin; begin()"
     lines = run_preloaded(program, WITHOUT_OPENSSL, tmp_path).splitlines()
-    assert lines.count("STANDS auto False") == 4, lines
-    warned = [line for line in lines if line.startswith("WARNED")]
-    assert len(warned) == 1, lines
-    assert "without OpenSSL 3 nothing is encrypted" in warned[0]
+    assert lines.count("STANDS auto False") == 2, lines
     refused = [line for line in lines if line.startswith("REFUSED")]
-    assert len(refused) == 2, lines
-    assert all("encryption needs OpenSSL 3" in line for line in refused)
+    assert len(refused) == 4, lines
+    assert all("a secret and encryption need OpenSSL 3" in line for line in refused)
 
 
 # ---------------------------------------------------------------------------------------- strangers

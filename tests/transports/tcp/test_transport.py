@@ -56,25 +56,6 @@ def test_number_of_sockets_is_checked(sockets):
 # ------------------------------------------------------------------------------ set-up
 
 
-@beyond_loopback
-def test_an_unproven_host_is_not_called_by_loopback():
-    """A clone of this machine has the same host id but is another machine."""
-    store = _C.Store.local()
-
-    def meet():
-        with pytest.raises(pycomm.errors.Timeout):
-            _test.Transport("tcp", store, "g", 0, 2, timeout=1.0)
-
-    rank = threading.Thread(target=meet)
-    rank.start()
-    host, cpus, proof, process = store.get("g/tcp-host/0", SECONDS).decode().split(" ", 3)
-    closed = "".join(reversed(proof))
-    store.set("g/tcp-host/1", f"{host} {cpus} {closed} {process}")
-    card = store.get("g/tcp-card/0", SECONDS).decode()
-    assert not card.startswith("127."), card
-    rank.join()
-
-
 def test_loopback_of_ipv6():
     with socket.socket(socket.AF_INET6) as probe:
         try:

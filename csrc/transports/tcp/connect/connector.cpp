@@ -90,7 +90,7 @@ void Connector::connect_all(Control& control, const std::function<void()>& inter
   for (const auto& link : links_) {
     if (link->peer.rank > rank_) continue;
     connect(*link, kControl, Milliseconds(0));
-    if (store_round_trip_ >= kFarAway && link->peer.host_proof.empty()) {
+    if (store_round_trip_ >= kFarAway && !link->peer.near) {
       connect_early(*link, store_round_trip_);
     }
   }
@@ -476,7 +476,7 @@ void Connector::serve(Outgoing& out) {
   if (!out.greeting) {
     error = pending_error(out.fd.get());
     if (error != 0) return retry(out, error);
-    if (control_ == nullptr && out.hello.lane == kControl && peer.host_proof.empty() &&
+    if (control_ == nullptr && out.hello.lane == kControl && !peer.near &&
         round_trip(out.fd.get()) >= kFarAway) {
       connect_early(*out.link, round_trip(out.fd.get()));
     }
@@ -539,7 +539,7 @@ void Connector::retry(Outgoing& out, int error) {
     return;
   }
   const Peer& peer = out.link->peer;
-  const bool gone = peer.has_died() || (control_ != nullptr && control_->gone(peer.rank));
+  const bool gone = peer.process.died() || (control_ != nullptr && control_->gone(peer.rank));
   if (refused && (gone || now - out.refused_since >= kRefusedFor)) return give_up(out, how);
   out.attempt++;
   out.wake = now + (refused ? std::min(out.pause, kRefusedPause) : out.pause);

@@ -11,15 +11,15 @@
 
 #include "core/env.h"
 #include "core/error.h"
+#include "transports/host_socket.h"
+#include "transports/openssl.h"
 #include "transports/seal.h"
 #include "transports/tcp/connect/handshake.h"
-#include "transports/tcp/tls/library.h"
 
 namespace pycomm::tcp {
 namespace {
 
 constexpr const char* kTls = " tls";
-constexpr const char* kNoProof = "-";
 // Far away, what is in flight on one socket is bounded by its send buffer, of which the kernel
 // gives 4 MB by default, 160 Mbit/s at a round trip of 200 ms; and where packets are lost, those
 // behind them wait in it for another round trip.
@@ -33,16 +33,7 @@ bool spans_hosts(const std::vector<std::string>& hosts) {
                      [&](const std::string& value) { return name(value) != name(hosts.front()); });
 }
 
-// Returns a host socket; null if this host has none.
-std::shared_ptr<const HostSocket> make_host_proof() {
-  try {
-    return std::make_shared<HostSocket>();
-  } catch (const Error&) {
-    return nullptr;
-  }
-}
-
-std::string host_value(const HostSocket* proof) {
+std::string host_value() {
   const std::string host = host_id(), cpus = cpu_mask();
   if (host.front() == '/') {  // it lacks the machine's name: ranks of one host would seem apart
     const Fd file(::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
@@ -50,8 +41,7 @@ std::string host_value(const HostSocket* proof) {
         "tcp: cannot tell hosts apart: /proc cannot be read: " +
         (!file && lacks_descriptor(errno) ? error_text(errno) : "mount it in this container"));
   }
-  return host + " " + (cpus.empty() ? "0" : cpus) + " " +
-         (proof == nullptr ? kNoProof : proof->name()) + " " + process_name();
+  return host + " " + (cpus.empty() ? "0" : cpus) + " " + process_name();
 }
 
 // Returns what PYCOMM_ADVERTISE says, one address for each interface, or none.
@@ -80,9 +70,8 @@ std::vector<Address> advertised_addresses(const GroupOptions& options, size_t in
 }  // namespace
 
 void AddressExchange::announce(const Rendezvous& rendezvous, bool may_span_hosts) {
-  directory_.host_proof = make_host_proof();
   try {
-    pycomm::announce(rendezvous, kHostTopic, host_value(directory_.host_proof.get()));
+    pycomm::announce(rendezvous, kHostTopic, host_value());
     if (!may_span_hosts) return;
     TcpListeners listeners = listen(directory_.options, false);
     pycomm::announce(rendezvous, kFarCardTopic, listeners.card);
@@ -94,15 +83,13 @@ void AddressExchange::announce(const Rendezvous& rendezvous, bool may_span_hosts
 PeerDirectory AddressExchange::run(const Rendezvous& rendezvous, const std::vector<int>& peers) {
   us_ = "rank " + std::to_string(rendezvous.rank);
   directory_.encrypts = encrypts(directory_.options);
-  if (!directory_.host_proof) directory_.host_proof = make_host_proof();
   for (const int peer : peers) {
     directory_.peers.emplace_back();
     directory_.peers.back().rank = peer;
   }
   // All ranks of the group take part: where one rank does not reach another by shared memory, each
   // rank has some that it does not reach so.
-  const auto hosts = all_gather_values(rendezvous, kHostTopic, all_ranks(rendezvous),
-                                       host_value(directory_.host_proof.get()));
+  const auto hosts = all_gather_values(rendezvous, kHostTopic, all_ranks(rendezvous), host_value());
   const bool one_host = look_at_hosts(rendezvous, hosts);
   take_cards(rendezvous.rank, exchange_cards(rendezvous, hosts, one_host));
   directory_.session = rendezvous.exchange->session;
@@ -118,15 +105,12 @@ bool AddressExchange::look_at_hosts(const Rendezvous& rendezvous,
   size_t same = 0;
   for (Peer& peer : directory_.peers) {
     std::istringstream theirs(hosts[static_cast<size_t>(peer.rank)]);
-    std::string their_host, mask, proof, process;
-    theirs >> their_host >> mask >> proof >> std::ws;
+    std::string their_host, mask, process;
+    theirs >> their_host >> mask >> std::ws;
     std::getline(theirs, process);
     peer.process = Process(process);
-    if (their_host != host) continue;
-    const bool no_proof = proof.empty() || proof == kNoProof || !directory_.host_proof;
-    const auto state = no_proof ? HostSocket::State::unknown : HostSocket::probe(proof);
-    if (state == HostSocket::State::closed) continue;  // another machine that seems to be ours
-    if (state == HostSocket::State::open) peer.host_proof = proof;
+    peer.near = their_host == host;
+    if (!peer.near) continue;
     same++;
     cpus.resize(std::max(cpus.size(), mask.size()), '0');
     for (size_t k = 0; k < mask.size(); k++) cpus[k] = std::max(cpus[k], mask[k]);
@@ -174,8 +158,7 @@ void AddressExchange::take_cards(int rank, const std::vector<std::string>& cards
     if (tls) card.resize(mark);
     if (tls != directory_.encrypts) {
       throw Error("tcp: " + who + ": only rank " + std::to_string(tls ? peer.rank : rank) +
-                  " encrypts; set the same PYCOMM_TLS and PYCOMM_SECRET on all ranks, and install "
-                  "OpenSSL 3 on all hosts");
+                  " encrypts; set the same PYCOMM_TLS and PYCOMM_SECRET on all ranks");
     }
     const size_t space = std::min(card.find(' '), card.size());
     peer.addresses = Address::parse_list(card.substr(0, space));

@@ -1,12 +1,10 @@
-// Rendezvous of the TCP transport: the addresses, secrets and host proofs that ranks publish in the
-// store before they connect (connect/connector.h).
+// Rendezvous of the TCP transport: the addresses and secrets that ranks publish in the store before
+// they connect (connect/connector.h).
 #pragma once
-#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
 
-#include "transports/host_socket.h"
 #include "transports/process.h"
 #include "transports/rendezvous.h"
 #include "transports/tcp/net/interface.h"
@@ -14,11 +12,9 @@
 
 namespace pycomm::tcp {
 
-/// Topics of the values that ranks publish in the store, in this order: "host cpus proof process",
-/// where the last two prove that the rank is there (the proof is a host socket, if there is one, as
-/// long as it has an owner), and its card. The card for groups that
-/// span hosts is announced with the first value; groups of one host exchange another, since they
-/// listen on the loopback interface.
+/// Topics of the values that ranks publish in the store, in this order: "host cpus process", and
+/// the card. The card for groups that span hosts is announced with the first value; groups of one
+/// host exchange another, since they listen on the loopback interface.
 constexpr char kHostTopic[] = "tcp-host", kCardTopic[] = "tcp-card",
                kFarCardTopic[] = "tcp-far-card";
 
@@ -43,21 +39,14 @@ struct Peer {
   int rank = 0;
   std::vector<Address> addresses;  ///< its listeners: one for each of its interfaces
   std::string secret;              ///< we must prove it to this peer
-  std::string host_proof;          ///< open on our host while the peer lives; empty if not known
+  bool near = false;               ///< it is on our host
   Process process{""};
-
-  /// True if the peer is known to have died; false if that is only likely.
-  bool has_died() const {
-    return process.died() ||
-           (!host_proof.empty() && HostSocket::probe(host_proof) == HostSocket::State::closed);
-  }
 };
 
 struct PeerDirectory {
   GroupOptions options;
   bool encrypts = false;
   std::string session;  ///< of the rendezvous
-  std::shared_ptr<const HostSocket> host_proof;
   TcpListeners own;
   bool crowded = false;     ///< this rank and the peers of its host outnumber their CPUs
   std::vector<Peer> peers;  ///< ascending

@@ -9,10 +9,10 @@
 #include <cerrno>
 
 #include "core/error.h"
+#include "transports/openssl.h"
 #include "transports/seal.h"
 #include "transports/tcp/connect/handshake.h"
 #include "transports/tcp/connect/peers.h"
-#include "transports/tcp/tls/library.h"
 
 namespace pycomm::tcp {
 
@@ -264,6 +264,11 @@ void Endpoint::obey(Caller& caller, const std::string& text) {
                         .finished();
       return;
     }
+    case MessageKind::count:
+      caller.out += MessageWriter(MessageKind::value).number(caller.store->count(key)).finished();
+      return;
+    case MessageKind::erase:
+      return caller.store->erase(key);
     default:
       throw Error("endpoint: a caller asks what is not known");
   }

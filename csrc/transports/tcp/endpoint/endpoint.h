@@ -34,8 +34,20 @@ namespace pycomm::tcp {
 //   Set       key, value                    no answer
 //   Append    key, value                    no answer
 //   Find      key                           Value (0 or 1, value)
+//   Count     key                           Value (the number)
+//   Erase     key                           no answer
 //   Question  uuid                          Answer (state, list, text)
-enum class MessageKind : uint8_t { join = 1, set, append, find, question, value, answer };
+enum class MessageKind : uint8_t {
+  join = 1,
+  set,
+  append,
+  find,
+  question,
+  value,
+  answer,
+  count,
+  erase
+};
 
 /// What an endpoint knows of a uuid: its process does not know it, forms the group now, has
 /// formed it, or has failed to, for a reason.

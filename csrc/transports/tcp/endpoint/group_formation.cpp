@@ -72,6 +72,12 @@ class RemoteStore final : public Store {
   void append(const std::string& key, const std::string& value) override {
     tell(MessageWriter(MessageKind::append).string(key).string(value));
   }
+  int64_t count(const std::string& key) override {
+    return ask(MessageWriter(MessageKind::count).string(key)).number<int64_t>();
+  }
+  void erase(const std::string& key) override {
+    tell(MessageWriter(MessageKind::erase).string(key));
+  }
   std::chrono::microseconds round_trip() const override {
     return std::chrono::microseconds(round_trip_.load());
   }
@@ -125,13 +131,12 @@ class RemoteStore final : public Store {
   std::atomic<int64_t> round_trip_{0};
 };
 
-std::shared_ptr<Store> find_store(const std::vector<Address>& addresses, int64_t number, int rank,
+std::shared_ptr<Store> find_store(const Handle& there, int64_t number, int rank,
                                   const GroupOptions& options, Milliseconds timeout,
                                   std::function<void()> interrupt) {
   const Deadline deadline = Deadline::after(timeout);
-  const Handle there = known_handle(addresses, options);
   const std::string who = "rank " + std::to_string(rank) + ": rank 0 ";
-  const std::string where = "listen at MASTER_ADDR and MASTER_PORT";
+  const std::string where = "listen at " + there.where();
   for (;;) {
     std::string problem;
     try {

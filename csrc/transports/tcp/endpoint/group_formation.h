@@ -64,12 +64,12 @@ PYCOMM_API bool is_gone(const Handle& handle, const std::string& secret,
 class RemoteStore;
 
 /// Returns the store of ranks that know of each other only where rank 0 can be reached. Rank 0
-/// lends it, at an endpoint for this address, and the others call this, which waits for it. The
+/// lends it, at the endpoint of this handle, and the others call this, which waits for it. The
 /// ranks of one store give it the same number. `interrupt` is called meanwhile. Throws Timeout, and
 /// Error if something else answers there.
-PYCOMM_API std::shared_ptr<Store> find_store(const std::vector<Address>& addresses, int64_t number,
-                                             int rank, const GroupOptions& options,
-                                             Milliseconds timeout, std::function<void()> interrupt);
+PYCOMM_API std::shared_ptr<Store> find_store(const Handle& there, int64_t number, int rank,
+                                             const GroupOptions& options, Milliseconds timeout,
+                                             std::function<void()> interrupt);
 
 class PYCOMM_API GroupFormation {
  public:

@@ -7,8 +7,8 @@
 
 #include "core/error.h"
 #include "core/sha256.h"
+#include "transports/openssl.h"
 #include "transports/seal.h"
-#include "transports/tcp/tls/library.h"
 
 namespace pycomm::tcp {
 namespace {

@@ -10,7 +10,7 @@
 #include <cstring>
 
 #include "core/error.h"
-#include "transports/tcp/tls/library.h"
+#include "transports/openssl.h"
 
 namespace pycomm::tcp {
 namespace {

@@ -20,11 +20,11 @@
 #include "core/types.h"
 #include "transports/fd.h"
 
-namespace pycomm::tcp {
-
-namespace openssl {
+namespace pycomm::openssl {
 struct SSL;
 }
+
+namespace pycomm::tcp {
 
 /// The session of one connection. One thread at a time uses it. The socket does not block.
 class TlsSession {

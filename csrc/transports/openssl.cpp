@@ -1,5 +1,5 @@
 // OpenSSL at run time: finds the library, and its functions by name.
-#include "transports/tcp/tls/library.h"
+#include "transports/openssl.h"
 
 #include <dlfcn.h>
 #include <unistd.h>
@@ -10,7 +10,7 @@
 #include "core/error.h"
 #include "core/warning.h"
 
-namespace pycomm::tcp::openssl {
+namespace pycomm::openssl {
 namespace {
 
 constexpr const char* kName = "libssl.so.3";
@@ -29,12 +29,10 @@ std::vector<std::string> places() {
   return found;
 }
 
-constexpr char kInstall[] =
-    "install it (Debian, Ubuntu: apt install libssl3; Fedora, RHEL: dnf install openssl-libs) or "
-    "set PYCOMM_TLS=off on all ranks";
-
 [[noreturn]] void fail(const std::string& why) {
-  throw Error("tls: encryption needs OpenSSL 3, and " + why + "; " + kInstall);
+  throw Error("a secret and encryption need OpenSSL 3, and " + why +
+              "; install it (Debian, Ubuntu: apt install libssl3; Fedora, RHEL: dnf install "
+              "openssl-libs), or set neither PYCOMM_SECRET nor PYCOMM_TLS=on on any rank");
 }
 
 // The library stays loaded until the process ends.
@@ -70,33 +68,27 @@ std::string version(const std::string& file) {
   return (file.empty() ? library() : load({file})).OpenSSL_version(0);
 }
 
-bool available() {
-  static const bool found = [] {
-    try {
-      library();
-    } catch (const Error&) {
-      return false;
-    }
-    return true;
-  }();
-  return found;
+std::string scrypt(const std::string& secret, const std::string& salt) {
+  constexpr uint64_t kRows = 16384, kBlocks = 8;  // N and r
+  std::string key(32, '\0');
+  if (library().EVP_PBE_scrypt(secret.data(), secret.size(),
+                               reinterpret_cast<const unsigned char*>(salt.data()), salt.size(),
+                               kRows, kBlocks, 1, 0, reinterpret_cast<unsigned char*>(key.data()),
+                               key.size()) != 1) {
+    fail("the one that was found refuses scrypt, as in FIPS mode");
+  }
+  return key;
 }
 
 void warn_of_weakness(const GroupOptions& options) {
-  if (encrypts(options) && options.secret.empty()) {
-    warn_once(
-        "connections are encrypted, but no secret was given: their keys come from one that ranks "
-        "share through the store, and who reads it there can stand between them; set the same "
-        "PYCOMM_SECRET on all ranks");
-  }
-  if (!encrypts(options) && options.tls == "auto" && !options.secret.empty()) {
-    warn_once(std::string("a secret was given, but without OpenSSL 3 nothing is encrypted: who is "
-                          "on the way between two hosts can read and change what they send; ") +
-              kInstall);
-  }
+  if (!encrypts(options) || !options.secret.empty()) return;
+  warn_once(
+      "connections are encrypted, but no secret was given: their keys come from one that ranks "
+      "share through the store, and who reads it there can stand between them; set the same "
+      "PYCOMM_SECRET on all ranks");
 }
 
-}  // namespace pycomm::tcp::openssl
+}  // namespace pycomm::openssl
 
 namespace pycomm {
 
@@ -104,8 +96,7 @@ bool encrypts(const GroupOptions& options) {
   if (options.tls != "auto" && options.tls != "on" && options.tls != "off") {
     throw Error("unknown tls \"" + options.tls + "\"; use one of auto, on, off");
   }
-  if (options.tls != "auto") return options.tls == "on";
-  return !options.secret.empty() && tcp::openssl::available();
+  return options.tls == "on" || (options.tls == "auto" && !options.secret.empty());
 }
 
 }  // namespace pycomm
