@@ -88,15 +88,9 @@ def _parser() -> _Parser:
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split our options from the script and its arguments, at the first word that is not ours."""
-    valued = {
-        option
-        for action in _parser()._actions
-        if action.nargs != 0
-        for option in action.option_strings
-    }
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):
-        at += 2 if words[at] in valued else 1
+        at += 2 if words[at] in ("--codec", "--rule", "--backend") else 1
     rest = at + (words[at : at + 1] == ["--"])
     return list(words[:at]), list(words[rest:])
 

@@ -188,8 +188,6 @@ class LocalSGD:
             )
         if average not in ("ranks", "senders"):
             raise ValueError(f"LocalSGD: average={average!r}: use 'ranks' or 'senders'")
-        self.weight = 0.0
-        """Samples or tokens of all steps on this rank."""
         group = process_group or dist.group.WORLD
         exchange.check(self.every)
         self._model = model
@@ -294,7 +292,6 @@ class LocalSGD:
         weight = 1.0 if weight is None else number("weight", weight)
         if weight < 0:
             raise ValueError(f"weight={weight}: use a number of samples or tokens, 0 or more")
-        self.weight += weight
         self.local_steps += 1
         self._dirty = True
         for part in self._parts:
@@ -439,16 +436,12 @@ class LocalSGD:
         """Return the codecs, and the bytes that this rank sends in a round and at most at once."""
         parts = self._parts
         sizes = list(map(self._sent_bytes, parts))
-        tokens = ""
-        if self.weighted and self.weight:
-            exchanged = self.rounds / len(parts) * sum(sizes)
-            tokens = f"; {exchanged / self.weight:.3g} bytes for each sample or token so far"
         return "\n".join(
             [
                 self.state.summary(),
                 f"LocalSGD: {self.exchange}, every {self.every} steps; a rank sends "
                 f"{sum(sizes) / 1e6:.3g} MB in a round, {sum(sizes) / self.every / 1e3:.3g} kB for "
-                f"each step, at most {max(sizes) / 1e6:.3g} MB at once{tokens}",
+                f"each step, at most {max(sizes) / 1e6:.3g} MB at once",
             ]
         )
 
@@ -487,7 +480,6 @@ class LocalSGD:
             pending = self._parts.index(part), values, average.bad, self._countdown
         return {
             "version": STATE_VERSION,
-            "weight": self.weight,
             "local_steps": self.local_steps,
             "dirty": self._dirty,
             "pending": pending,
@@ -534,7 +526,6 @@ class LocalSGD:
             average = Average(values.clone(), bad)
             self._in_flight = self._parts[index], lambda: average
         self.local_steps, self._dirty = state["local_steps"], state["dirty"]
-        self.weight = state["weight"]
 
 
 def _close(thread: ThreadPoolExecutor, own: dist.ProcessGroup) -> None:

@@ -324,7 +324,6 @@ def test_movements_are_weighted_by_their_tokens(rank, size, options):
     local.finish()
     want = torch.full_like(model.weight, (4 * 2 + 6 * 6) / 10)
     torch.testing.assert_close(model.weight.detach(), want, rtol=0, atol=1e-6)
-    assert local.weight == 4 + 2 * rank
     with pytest.raises(ValueError, match="pass step"):
         local.step()
     with pytest.raises(ValueError, match="weight=-1"):
