@@ -36,8 +36,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pycomm import _register, monitor, takeover
-from pycomm.backend import create
+from pycomm import monitor, takeover
 from pycomm.compression import compress, compress_late
 from pycomm.env import at_import, hand_on_run
 from pycomm.errors import Error
@@ -45,9 +44,6 @@ from pycomm.hooks.construction import after_construction
 from pycomm.launch import launch_env
 from pycomm.log import logger
 from pycomm.policy import PROTECT, Policy, Rule
-
-AS_ASKED = "script"  # value of --backend that leaves the choice to the script
-
 
 _policy: Policy | None = None
 """Of every DistributedDataParallel and fully_shard; None: no compression."""
@@ -80,8 +76,9 @@ def _parser() -> _Parser:
     )
     parser.add_argument(
         "--backend",
-        help="of the script's process groups: pycomm (default), another one such as gloo, "
-        f'or "{AS_ASKED}" for what the script asks for',
+        choices=("pycomm", "script"),
+        default="pycomm",
+        help="of the script's process groups: pycomm (default), or what the script asks for",
     )
     return parser
 
@@ -122,24 +119,11 @@ def apply(options: Sequence[str]) -> None:
     if given.codec is not None:
         first = (Rule(codec=spec, name=name, reason=f"--rule {name}") for name, spec in rules)
         policy = replace(Policy.of(given.codec), rules=(*first, *PROTECT))
-    backend = (given.backend or "pycomm").lower()
-    if backend not in (AS_ASKED, *dist.Backend.backend_list) or backend in ("undefined", "fake"):
-        known = sorted(set(dist.Backend.backend_list) - {"undefined", "fake"})
-        parser.error(f"--backend {given.backend}: use one of {', '.join([*known, AS_ASKED])}")
-
-    if backend != "pycomm" and backend in at_import().takeover:
-        parser.error(
-            f"--backend {backend} asks for torch's own, and PYCOMM_TAKEOVER names it for pycomm: "
-            "leave one of them out"
-        )
-
     for name, value in launch_env().items():
         logger.info("run: %s=%s, from the launcher's variables", name, value)
-    _register.register(create)
-    if backend != AS_ASKED:
+    if given.backend == "pycomm":
         # Tensors on a GPU stay with NCCL.
-        names = ["gloo"] if torch.cuda.is_available() else ["gloo", "nccl"]
-        takeover.install(names, backend)
+        takeover.install(["gloo"] if torch.cuda.is_available() else ["gloo", "nccl"])
     _policy = policy
     if policy is not None:
         _compress_every_ddp()

@@ -158,7 +158,7 @@ def test_options_end_where_the_script_begins(words, options, script):
     [
         (["--codec", "int9"], "unknown codec 'int9'"),
         (["--codec", "int4 error=0.1"], "error=0.1 bounds what auto chooses"),
-        (["--backend", "glue"], "--backend glue: use one of .*gloo.*script"),
+        (["--backend", "glue"], "--backend: invalid choice: 'glue' .*pycomm.*script"),
         (["--rule", "head.*=int8"], "give a --codec"),
         (["--codec", "int4", "--rule", "int8"], "--rule takes PATTERN=CODEC, not 'int8'"),
         (["--codec", "int4", "--rule", "*=int9"], "unknown codec 'int9'"),
@@ -168,14 +168,6 @@ def test_options_end_where_the_script_begins(words, options, script):
 def test_wrong_options_are_named(options, complaint):
     with pytest.raises(ValueError, match=complaint):
         run.apply(options)
-
-
-def test_contradicting_wishes_are_named(monkeypatch):
-    monkeypatch.setenv("PYCOMM_TAKEOVER", "gloo,nccl")
-    with pytest.raises(
-        ValueError, match="--backend gloo asks for torch's own, and PYCOMM_TAKEOVER"
-    ):
-        run.apply(["--backend", "gloo"])
 
 
 def test_run_refuses_what_it_cannot_run(tmp_path):
