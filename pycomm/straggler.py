@@ -28,7 +28,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from itertools import accumulate
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -260,12 +259,6 @@ class RankStats:
         return cls(told["rank"], told["host"], operations, links)
 
 
-@cache
-def host() -> str:
-    """Return this host's name."""
-    return socket.gethostname()
-
-
 def quantile(values: Iterable[float], q: float) -> float:
     """Return the value that a share q of the values do not exceed."""
     ordered = sorted(values)
@@ -307,7 +300,7 @@ def rank_stats(
             size, us = size - old, us - old_us
         if size >= _LEAST_BYTES and us >= _LEAST_US:
             links[peer] = 1e6 * size / us
-    return RankStats(ranks[trace["rank"]], host(), operations, links)
+    return RankStats(ranks[trace["rank"]], socket.gethostname(), operations, links)
 
 
 def completed(trace: Trace) -> Iterator[Mapping[str, Any]]:
@@ -428,7 +421,8 @@ class StragglerMonitor:
         traces = _C.traces()
 
         def put(group: MonitoredGroup) -> None:
-            trace = _trace_of(group, traces)
+            mine = (group.name, group.rank)
+            trace = next((t for t in traces if (t["group"], t["rank"]) == mine), None)
             if trace is None:  # it has just ended
                 return
             me = group.ranks[group.rank]
@@ -503,11 +497,6 @@ class StragglerMonitor:
                     warn_once(f"slow ranks of the group {group.name!r} cannot be told: {error}")
                 with self._lock:
                     self._groups = [g for g in self._groups if g is not group]
-
-
-def _trace_of(group: MonitoredGroup, traces: Sequence[Trace]) -> Trace | None:
-    mine = (group.name, group.rank)
-    return next((t for t in traces if (t["group"], t["rank"]) == mine), None)
 
 
 _monitor: StragglerMonitor | None = None

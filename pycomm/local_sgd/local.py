@@ -21,7 +21,7 @@ from pycomm.arguments import number, put, typed, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
-from pycomm.local_sgd.outer import Fragment, broadcast, split
+from pycomm.local_sgd.outer import Fragment, broadcast, reals, split
 from pycomm.local_sgd.shared import (
     Average,
     InnerOptimizers,
@@ -30,7 +30,7 @@ from pycomm.local_sgd.shared import (
     named,
     start_average,
 )
-from pycomm.log import logger, warn_once
+from pycomm.log import logger
 from pycomm.policy import Policy, agree_on_options
 from pycomm.policy.names import few
 from pycomm.reduction import own_group
@@ -194,6 +194,11 @@ class LocalSGD:
         trained = self._trained()
         if not trained:
             raise ValueError("LocalSGD: the model has no parameters to train: unfreeze some")
+        if wide := [name for name, p in trained.items() if reals(p).dtype == torch.float64]:
+            raise ValueError(
+                f"LocalSGD averages in float32, not in the float64 of {few(wide)}: train them in "
+                "float32, or freeze them"
+            )
         device = next(iter(trained.values())).device
         own = closing = None
         if group is not None:
@@ -229,16 +234,6 @@ class LocalSGD:
             own_part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             self.state.add(name, own_part.detach())
         self.state.agree()
-        for part in self._parts:
-            if part.dtype == torch.float64:
-                coded = [name for name in part.parameters if not self.state.decisions[name].exact]
-                why = "it travels with parameters in float64"
-                self.state.plan.exactly.update(dict.fromkeys(coded, why))
-                if coded:
-                    warn_once(
-                        f"LocalSGD: {few(coded)} travel exactly, in float64, since parameters in "
-                        "float64 are averaged with them: keep these in float32, or freeze them"
-                    )
         if average == "ranks" and group is not None:
             self.state.reducer.find_nodes(device)
         self.local_steps = 0
@@ -451,8 +446,6 @@ class LocalSGD:
         Payloads with owners go to the owners, and their results to all; sparse ones to all ranks.
         """
         total, ranks = 0.0, self.state.process_group.size()
-        if part.dtype == torch.float64:
-            return round(part.start.nbytes * (ranks - 1) * 2 / ranks)
         for decision in map(self.state.decisions.__getitem__, part.parameters):
             gathered = decision.codec.combine == "gather"
             total += decision.encoded_bytes * (ranks - 1) * (1 if gathered else 2 / ranks)
