@@ -11,10 +11,11 @@ inside the operation. That names the cause.
 A slow link makes every rank wait alike. It shows in the kernel's counters of each connection: bytes
 acknowledged while there was something to send.
 
-Every process has one thread for this, from its first group of the backend "pycomm" to its last. At
-each full period it publishes this rank's statistics in every group, through the group's store; a
-moment later the first rank of each reads what all have published, and logs a line if there is a
-finding. No rank waits for another: a rank that has published nothing is left out of the comparison.
+Every process that has groups of the backend "pycomm" has one thread for this. At each full period
+it publishes this rank's statistics in every group, through the group's store; a moment later the
+first rank of each reads what all have published, and logs a line if there is a finding; without a
+group it ends. No rank waits for another: a rank that has published nothing is left out of the
+comparison.
 `pycomm.monitor` reports the result; ``docs/monitor.md`` is for users.
 """
 
@@ -346,8 +347,6 @@ class _Busy:
 
 # ------------------------------------------------------------------ the thread
 
-# Interval in seconds at which the thread checks whether it must end.
-_LOOK = 0.5
 # How late a rank may publish its statistics: in seconds, and as a share of the period between two
 # comparisons.
 _GRACE = 2.0
@@ -423,8 +422,8 @@ class StragglerMonitor:
         def put(group: MonitoredGroup) -> None:
             mine = (group.name, group.rank)
             trace = next((t for t in traces if (t["group"], t["rank"]) == mine), None)
-            if trace is None:  # it has just ended
-                return
+            if trace is None:
+                raise RuntimeError("the group has ended")
             me = group.ranks[group.rank]
             others = [t for t in traces if t is not trace and t["global_ranks"][t["rank"]] == me]
             stats = rank_stats(trace, others, before=group.before, since_ns=since)
@@ -454,33 +453,19 @@ class StragglerMonitor:
                 self._say(finding.text)
 
     def _run(self) -> None:
-        number = int(time.time() // self.period)
         grace = min(_GRACE, _GRACE_SHARE * self.period)
-        while self._sleep_until((number + 1) * self.period):
-            number = int(time.time() // self.period)
+        while True:
+            number = int(time.time() // self.period) + 1
+            if self._ends.wait(number * self.period - time.time()):
+                return
             self.publish(number)
-            if not self._sleep_until(number * self.period + grace):
+            if self._ends.wait(grace):
                 return
             self.read(number)
-
-    def _sleep_until(self, moment: float) -> bool:
-        """Sleep until then; return False early if no group is left or the thread must end."""
-        while self._living():
-            left = moment - time.time()
-            if left <= 0:
-                return True
-            self._ends.wait(min(left, _LOOK))
-        return False
-
-    def _living(self) -> bool:
-        """Drop the groups that are gone; return False if none is left."""
-        living = set(_C.groups())
-        with self._lock:
-            self._groups = [g for g in self._groups if (g.name, g.rank) in living]
-            if self._groups and not self._ends.is_set():
-                return True
-            self._thread = None
-            return False
+            with self._lock:
+                if not self._groups:
+                    self._thread = None
+                    return
 
     def _for_each_group(self, act: Callable[[MonitoredGroup], None]) -> None:
         """Act on each group, and monitor no longer what cannot be."""
@@ -492,7 +477,9 @@ class StragglerMonitor:
                     f"slow ranks of the group {group.name!r} cannot be told: what its store has is "
                     f"no statistics of a rank ({error!r})"
                 )
-            except RuntimeError as error:  # the store is gone, or a stranger writes to it
+            except (
+                RuntimeError
+            ) as error:  # the group or its store is gone, or a stranger writes to it
                 if "of the secret" in str(error):
                     warn_once(f"slow ranks of the group {group.name!r} cannot be told: {error}")
                 with self._lock:

@@ -280,9 +280,9 @@ def test_a_value_of_a_stranger_is_warned_of_once(text, caplog):
     assert ours.found == {}
 
 
-def test_the_thread_ends_with_the_last_group():
+def test_the_thread_ends_after_the_last_group():
     def job(c):
-        ours = StragglerMonitor(86400, lambda line: None)
+        ours = StragglerMonitor(0.05, lambda line: None)
         ours.join(MonitoredGroup("ends", c.rank, (0, 1), lambda key, value: None, lambda key: None))
         return ours._thread
 
