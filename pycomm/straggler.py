@@ -477,9 +477,7 @@ class StragglerMonitor:
                     f"slow ranks of the group {group.name!r} cannot be told: what its store has is "
                     f"no statistics of a rank ({error!r})"
                 )
-            except (
-                RuntimeError
-            ) as error:  # the group or its store is gone, or a stranger writes to it
+            except RuntimeError as error:  # it or its store is gone, or a stranger writes to it
                 if "of the secret" in str(error):
                     warn_once(f"slow ranks of the group {group.name!r} cannot be told: {error}")
                 with self._lock:
