@@ -8,7 +8,7 @@ for "gloo", for "nccl" (without a GPU) or for no backend, and keep the name that
 (takeover.py). Gradients are compressed: those of every DistributedDataParallel from its
 construction on, those of every model in fully_shard (FSDP2) from its first forward on, and those of
 DeepSpeed's engine and Megatron-Core's DistributedDataParallel.
-All else is as with `python train.py`: `sys.argv`, `sys.path`, `__main__`, traceback, exit status.
+All else is as with `python train.py`: `sys.argv`, `sys.path`, `__main__`, exit status.
 Under `srun` and `mpirun` the script finds the variables that torchrun would have set (launch.py).
 
 Processes that the script starts read the same options from PYCOMM_RUN. Set it by hand for launchers
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -216,23 +216,6 @@ def _is_found(module: str) -> bool:
         return False
 
 
-def _hide_our_frames() -> None:
-    """Make tracebacks begin in the script."""
-    show = sys.excepthook
-
-    def excepthook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        while trace is not None and (
-            trace.tb_frame.f_code.co_filename == __file__
-            or trace.tb_frame.f_globals.get("__name__") == "runpy"
-        ):
-            trace = trace.tb_next
-        show(kind, error.with_traceback(trace), trace)
-
-    sys.excepthook = excepthook
-
-
 def main() -> None:
     """Entry point of ``python -m pycomm.run``."""
     options, words = split(sys.argv[1:])
@@ -252,7 +235,6 @@ def main() -> None:
         print(f"pycomm.run: {error}", file=sys.stderr)
         sys.exit(2)
     hand_on_run(options or ["--backend", "pycomm"])
-    _hide_our_frames()
     sys.argv = words
     # It stays there after the end, for threads that go on and functions that run at exit.
     module = sys.modules["__main__"] = ModuleType("__main__")

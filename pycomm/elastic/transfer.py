@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from pycomm.arguments import typed
 from pycomm.elastic.contents import Contents, filled_up, rows_of
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
-from pycomm.policy.exchange import answer, gather, gather_json
+from pycomm.policy.exchange import answer, device_of, gather, gather_json
 
 _CHUNK = 4 << 20  # bytes of a message
 _AHEAD = 2  # chunks on their way
@@ -79,8 +79,7 @@ def hand_over(
     text, rest = contents.pack() if has and not contents.problem else (b"", [])
 
     group = group or c10d._get_default_group()
-    device = _device(group, contents.tensors)
-    members = _meet(contents, has, len(text), rest, group, device)
+    members = _meet(contents, has, len(text), rest, group)
     having = [rank for rank, member in enumerate(members) if member["has"]]
     if len(having) == len(members):
         return None
@@ -89,7 +88,7 @@ def hand_over(
     if group.rank() == root:
         sent = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *contents.tensors, *rest]
     try:
-        content = _broadcast(sent, root, members[root]["total"], has, group, device)
+        content = _broadcast(sent, root, members[root]["total"], has, group)
     except RuntimeError as error:
         raise _told(error, group.rank(), root) from error
     if not has:
@@ -123,7 +122,6 @@ def _broadcast(
     total: int,
     has: bool,
     group: dist.ProcessGroup,
-    device: torch.device,
 ) -> torch.Tensor:
     """Return the bytes that a rank sends to all (uint8, on the CPU); collective.
 
@@ -135,11 +133,11 @@ def _broadcast(
         total: bytes of their rows.
         has: this rank does not need what is sent.
         group: the ranks.
-        device: a device whose tensors the group moves.
 
     Raises:
         Error: another rank has failed.
     """
+    device = device_of(group)
     failure: Exception | None = None
     content = _room(0)
     if not has:
@@ -183,7 +181,6 @@ def _meet(
     written: int,
     rest: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
-    device: torch.device,
 ) -> list[dict[str, Any]]:
     """Return what all members have, in rank order, after they have been compared; collective."""
     rank = group.rank()
@@ -195,7 +192,7 @@ def _meet(
         "written": written,  # bytes of what `Contents.pack` has written
         "total": sum(map(filled_up, sizes)) if has else 0,  # bytes that it would send
     }
-    members = gather_json(mine, group, device)
+    members = gather_json(mine, group)
     for refusing, member in enumerate(members):
         if member["problem"]:
             raise Error(
@@ -203,7 +200,7 @@ def _meet(
                 f"{member['problem']}"
             )
     if any(member["digest"] != members[0]["digest"] for member in members):
-        texts = gather_json(contents.lines, group, device)
+        texts = gather_json(contents.lines, group)
         other = next(r for r, text in enumerate(texts) if text != texts[0])
         pairs = zip(texts[0], texts[other], strict=False)
         first, second = next(pair for pair in pairs if pair[0] != pair[1])
@@ -218,16 +215,6 @@ def _meet(
             "checkpoint on one, and pass has=True there"
         )
     return members
-
-
-def _device(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> torch.device:
-    """Return a device whose tensors the group moves: the CPU if it does, else the model's."""
-    cpu = torch.device("cpu")
-    try:
-        group._get_backend(cpu)
-    except RuntimeError:
-        return next((tensor.device for tensor in tensors), cpu)
-    return cpu
 
 
 def _told(error: RuntimeError, rank: int, root: int) -> Error:
