@@ -27,26 +27,6 @@ __all__ = ["collect", "dump"]
 VERSION = "2.10"
 """Version of the flight recorder's schema."""
 
-# The names of c10::ScalarType, which the recorder writes.
-_DTYPES = {
-    "float32": "Float",
-    "float64": "Double",
-    "float16": "Half",
-    "bfloat16": "BFloat16",
-    "float8_e4m3": "Float8_e4m3fn",
-    "float8_e5m2": "Float8_e5m2",
-    "int8": "Char",
-    "int16": "Short",
-    "int32": "Int",
-    "int64": "Long",
-    "uint8": "Byte",
-    "uint16": "UInt16",
-    "uint32": "UInt32",
-    "uint64": "UInt64",
-    "bool": "Bool",
-    "complex64": "ComplexFloat",
-    "complex128": "ComplexDouble",
-}
 # torch's analyzer accepts the names of a few backends only; "pycomm" is not one of them.
 _BACKEND = "gloo"
 
@@ -213,7 +193,7 @@ def _recording(traces: Iterable[Trace]) -> dict[str, Any]:
 
 
 def _entry(record: dict[str, Any], size: int) -> dict[str, Any]:
-    op, numel, dtype = record["op"], record["numel"], _DTYPES.get(record["dtype"], "Byte")
+    op, numel, dtype = record["op"], record["numel"], record["dtype"]
     state = record["state"]
     uneven = record["label"].startswith("parts of ")
     peers = op in ("send", "recv")

@@ -202,7 +202,7 @@ class LocalSGD:
         device = next(iter(trained.values())).device
         own = closing = None
         if group is not None:
-            agree_on_options(self._terms(), group)
+            agree_on_options([f"LocalSGD: {n}={getattr(self, n)}" for n in _OPTIONS], group)
             _refuse_meetings(model, group)
             # The backend runs them on a thread of its own, but for weights and senders, which are
             # exchanged in several steps that wait for each other.
@@ -247,10 +247,6 @@ class LocalSGD:
             closing.detach()  # the thread ends before it
             self._thread = ThreadPoolExecutor(1, "pycomm-local-sgd")
             weakref.finalize(self, _close, self._thread, own).atexit = False
-
-    def _terms(self) -> list[str]:
-        """Return the options that must be equal on all ranks."""
-        return [f"LocalSGD: {name}={getattr(self, name)}" for name in _OPTIONS]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse another value of an option.
