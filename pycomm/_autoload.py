@@ -19,7 +19,10 @@ _environment_read = False
 def register(*_: Any, **__: Any) -> None:
     """Register the backend "pycomm" with torch.distributed. Never raises; may be called again."""
     try:
-        import_module("pycomm._register").register(_create)
+        backend = import_module("torch.distributed").Backend
+        # A list: torch would read a string letter by letter. One backend for both devices, because
+        # all backends that torch does not know share one place in a group.
+        backend.register_backend("pycomm", _create, extended_api=True, devices=["cpu", "cuda"])
         _apply_environment()
     except Exception:
         # torch has no distributed package, or has changed: `import torch` must still work.

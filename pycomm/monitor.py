@@ -15,13 +15,13 @@ Example:
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 from pycomm import _C
-from pycomm.straggler import Health, found, lengths, percent, quantile
+from pycomm.straggler import Health, completed, found, percent, quantile
 from pycomm.units import format_bytes, format_time
 
 
@@ -155,16 +155,18 @@ def _groups() -> Iterator[str]:
         if len(ranks) < 2:
             continue
         yield f"group {trace['group']}: rank {ranks[trace['rank']]} of {len(ranks)}"
-        recorded = lengths(trace)
-        for sums in trace["totals"]:
-            recent = ""
-            if times := recorded.get(sums["op"]):
-                middle, most = (format_time(quantile(times, q)) for q in (0.5, 0.99))
-                recent = f", {middle} at the median, {most} at p99"
-            waited, codec = (percent(sums[part] / (sums["ns"] or 1)) for part in _PARTS)
+        kinds: dict[str, list[Mapping[str, Any]]] = {}
+        for record in completed(trace):
+            kinds.setdefault(record["op"], []).append(record)
+        for op, records in kinds.items():
+            times = [record["ended_ns"] - record["started_ns"] for record in records]
+            middle, most = (format_time(quantile(times, q) / 1e9) for q in (0.5, 0.99))
+            spent = (sum(record[part] for record in records) for part in _PARTS)
+            waited, codec = (percent(part / (sum(times) or 1)) for part in spent)
             yield (
-                f"  {sums['op']}: {sums['count']} operations, {format_bytes(sums['bytes'])}"
-                f"{recent}; of that {waited} waiting for others, {codec} in codecs"
+                f"  {op}: {len(records)} operations, "
+                f"{format_bytes(sum(record['bytes'] for record in records))}, {middle} at the "
+                f"median, {most} at p99; of that {waited} waiting for others, {codec} in codecs"
             )
         if health := compared.get((trace["group"], ranks)):
             yield from _health_lines(health)

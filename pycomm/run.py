@@ -8,7 +8,7 @@ for "gloo", for "nccl" (without a GPU) or for no backend, and keep the name that
 (takeover.py). Gradients are compressed: those of every DistributedDataParallel from its
 construction on, those of every model in fully_shard (FSDP2) from its first forward on, and those of
 DeepSpeed's engine and Megatron-Core's DistributedDataParallel.
-All else is as with `python train.py`: `sys.argv`, `sys.path`, `__main__`, traceback, exit status.
+All else is as with `python train.py`: `sys.argv`, `sys.path`, `__main__`, exit status.
 Under `srun` and `mpirun` the script finds the variables that torchrun would have set (launch.py).
 
 Processes that the script starts read the same options from PYCOMM_RUN. Set it by hand for launchers
@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -36,8 +36,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from pycomm import _register, monitor, takeover
-from pycomm.backend import create
+from pycomm import monitor, takeover
 from pycomm.compression import compress, compress_late
 from pycomm.env import at_import, hand_on_run
 from pycomm.errors import Error
@@ -45,9 +44,6 @@ from pycomm.hooks.construction import after_construction
 from pycomm.launch import launch_env
 from pycomm.log import logger
 from pycomm.policy import PROTECT, Policy, Rule
-
-AS_ASKED = "script"  # value of --backend that leaves the choice to the script
-
 
 _policy: Policy | None = None
 """Of every DistributedDataParallel and fully_shard; None: no compression."""
@@ -80,23 +76,18 @@ def _parser() -> _Parser:
     )
     parser.add_argument(
         "--backend",
-        help="of the script's process groups: pycomm (default), another one such as gloo, "
-        f'or "{AS_ASKED}" for what the script asks for',
+        choices=("pycomm", "script"),
+        default="pycomm",
+        help="of the script's process groups: pycomm (default), or what the script asks for",
     )
     return parser
 
 
 def split(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Split our options from the script and its arguments, at the first word that is not ours."""
-    valued = {
-        option
-        for action in _parser()._actions
-        if action.nargs != 0
-        for option in action.option_strings
-    }
     at = 0
     while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):
-        at += 2 if words[at] in valued else 1
+        at += 2 if words[at] in ("--codec", "--rule", "--backend") else 1
     rest = at + (words[at : at + 1] == ["--"])
     return list(words[:at]), list(words[rest:])
 
@@ -128,24 +119,11 @@ def apply(options: Sequence[str]) -> None:
     if given.codec is not None:
         first = (Rule(codec=spec, name=name, reason=f"--rule {name}") for name, spec in rules)
         policy = replace(Policy.of(given.codec), rules=(*first, *PROTECT))
-    backend = (given.backend or "pycomm").lower()
-    if backend not in (AS_ASKED, *dist.Backend.backend_list) or backend in ("undefined", "fake"):
-        known = sorted(set(dist.Backend.backend_list) - {"undefined", "fake"})
-        parser.error(f"--backend {given.backend}: use one of {', '.join([*known, AS_ASKED])}")
-
-    if backend != "pycomm" and backend in at_import().takeover:
-        parser.error(
-            f"--backend {backend} asks for torch's own, and PYCOMM_TAKEOVER names it for pycomm: "
-            "leave one of them out"
-        )
-
     for name, value in launch_env().items():
         logger.info("run: %s=%s, from the launcher's variables", name, value)
-    _register.register(create)
-    if backend != AS_ASKED:
+    if given.backend == "pycomm":
         # Tensors on a GPU stay with NCCL.
-        names = ["gloo"] if torch.cuda.is_available() else ["gloo", "nccl"]
-        takeover.install(names, backend)
+        takeover.install(["gloo"] if torch.cuda.is_available() else ["gloo", "nccl"])
     _policy = policy
     if policy is not None:
         _compress_every_ddp()
@@ -238,23 +216,6 @@ def _is_found(module: str) -> bool:
         return False
 
 
-def _hide_our_frames() -> None:
-    """Make tracebacks begin in the script."""
-    show = sys.excepthook
-
-    def excepthook(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        while trace is not None and (
-            trace.tb_frame.f_code.co_filename == __file__
-            or trace.tb_frame.f_globals.get("__name__") == "runpy"
-        ):
-            trace = trace.tb_next
-        show(kind, error.with_traceback(trace), trace)
-
-    sys.excepthook = excepthook
-
-
 def main() -> None:
     """Entry point of ``python -m pycomm.run``."""
     options, words = split(sys.argv[1:])
@@ -274,7 +235,6 @@ def main() -> None:
         print(f"pycomm.run: {error}", file=sys.stderr)
         sys.exit(2)
     hand_on_run(options or ["--backend", "pycomm"])
-    _hide_our_frames()
     sys.argv = words
     # It stays there after the end, for threads that go on and functions that run at exit.
     module = sys.modules["__main__"] = ModuleType("__main__")

@@ -11,10 +11,11 @@ inside the operation. That names the cause.
 A slow link makes every rank wait alike. It shows in the kernel's counters of each connection: bytes
 acknowledged while there was something to send.
 
-Every process has one thread for this, from its first group of the backend "pycomm" to its last. At
-each full period it publishes this rank's statistics in every group, through the group's store; a
-moment later the first rank of each reads what all have published, and logs a line if there is a
-finding. No rank waits for another: a rank that has published nothing is left out of the comparison.
+Every process that has groups of the backend "pycomm" has one thread for this. At each full period
+it publishes this rank's statistics in every group, through the group's store; a moment later the
+first rank of each reads what all have published, and logs a line if there is a finding; without a
+group it ends. No rank waits for another: a rank that has published nothing is left out of the
+comparison.
 `pycomm.monitor` reports the result; ``docs/monitor.md`` is for users.
 """
 
@@ -27,7 +28,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -54,7 +55,10 @@ _OF_WAITING = 0.9
 # A link that carries less than this, or is busy for less time, is not judged: the kernel counts in
 # milliseconds.
 _LEAST_BYTES = 1_000_000
-_LEAST_SECONDS = 0.02
+_LEAST_US = 20_000
+
+Late = dict[int, list[float]]
+"""By how many seconds a rank comes last to operations that are waited for."""
 
 
 @dataclass(frozen=True)
@@ -105,14 +109,15 @@ def compare(all_stats: Sequence[RankStats]) -> Health | None:
         return None
     times = {a.rank: [a.operations[seq] for seq in common] for a in all_stats}
     sums = {rank: TimeShares(*map(sum, zip(*spent, strict=True))) for rank, spent in times.items()}
-    lateness = _Lateness(times)
+    skews, late = _lateness(times)
+    waited_for = sum(map(len, late.values())) or 1
     rates = _rates(all_stats)
     ranks = tuple(
         RankHealth(
             a.rank,
             a.host,
             TimeShares(*(part / (sum(sums[a.rank]) or 1.0) for part in sums[a.rank])),
-            last=lateness.share(a.rank),
+            last=len(late[a.rank]) / waited_for,
             link=rates.get(a.rank),
         )
         for a in all_stats
@@ -120,46 +125,37 @@ def compare(all_stats: Sequence[RankStats]) -> Health | None:
     return Health(
         operations=len(common),
         seconds=mean(sum(s) for s in sums.values()),
-        skew_median=quantile(lateness.skews, 0.5),
-        skew_p99=quantile(lateness.skews, 0.99),
+        skew_median=quantile(skews, 0.5),
+        skew_p99=quantile(skews, 0.99),
         ranks=ranks,
-        finding=_late_rank(lateness, sums, ranks) or _slow_link(ranks),
+        finding=_late_rank(late, sums, ranks) or _slow_link(ranks),
     )
 
 
-class _Lateness:
-    """The rank that comes last to each operation, and how late it is."""
-
-    def __init__(self, times: Mapping[int, Sequence[TimeShares]]) -> None:
-        self.skews = []
-        events = []  # how long the median of the others waits for the last rank, and that rank
-        for spent in zip(*times.values(), strict=True):
-            waits = [s.waited for s in spent]
-            who = waits.index(min(waits))
-            others = waits[:who] + waits[who + 1 :]
-            self.skews.append(max(waits) - waits[who])
-            events.append((median(others) - waits[who], list(times)[who]))
-        events.sort(reverse=True)
-        self.events, enough = [], _OF_WAITING * sum(late for late, _ in events)
-        for late, rank in events:
-            if enough <= 0:
-                break
-            self.events.append((late, rank))
-            enough -= late
-
-    def of(self, rank: int) -> list[float]:
-        """Return by how much a rank came last to those operations that have waiting."""
-        return [late for late, who in self.events if who == rank]
-
-    def share(self, rank: int) -> float:
-        return len(self.of(rank)) / len(self.events) if self.events else 0.0
+def _lateness(times: Mapping[int, Sequence[TimeShares]]) -> tuple[list[float], Late]:
+    """Return the skew of each operation, and how late the last rank of those with waiting is."""
+    skews, events = [], []  # how long the median of the others waits for the last rank, and that
+    for spent in zip(*times.values(), strict=True):
+        waits = [s.waited for s in spent]
+        who = waits.index(min(waits))
+        others = waits[:who] + waits[who + 1 :]
+        skews.append(max(waits) - waits[who])
+        events.append((median(others) - waits[who], list(times)[who]))
+    late: Late = {rank: [] for rank in times}
+    enough = _OF_WAITING * sum(seconds for seconds, _ in events)
+    for seconds, rank in sorted(events, reverse=True):
+        if enough <= 0:
+            break
+        late[rank].append(seconds)
+        enough -= seconds
+    return skews, late
 
 
 def _late_rank(
-    lateness: _Lateness, sums: Mapping[int, TimeShares], ranks: Sequence[RankHealth]
+    all_late: Late, sums: Mapping[int, TimeShares], ranks: Sequence[RankHealth]
 ) -> SlowRank | None:
-    worst = max(ranks, key=lambda r: sum(lateness.of(r.rank)))
-    late = lateness.of(worst.rank)
+    worst = max(ranks, key=lambda r: sum(all_late[r.rank]))
+    late = all_late[worst.rank]
     lost = sum(late) / (sum(sums[worst.rank]) or 1.0)
     if lost < LEAST_LOST or len(late) < LEAST_TIMES or worst.last < LEAST_SHARE:
         return None
@@ -206,10 +202,7 @@ def _rates(all_stats: Sequence[RankStats]) -> dict[int, float]:
     out: dict[int, float] = {}
     into: dict[int, float] = {}
     for a in all_stats:
-        for peer, link in a.links.items():
-            if link.bytes < _LEAST_BYTES or link.seconds < _LEAST_SECONDS:
-                continue
-            rate = link.bytes / link.seconds
+        for peer, rate in a.links.items():
             out[a.rank] = max(out.get(a.rank, 0.0), rate)
             into[peer] = max(into.get(peer, 0.0), rate)
     both = out.keys() | into.keys()
@@ -247,14 +240,6 @@ class TimeShares(NamedTuple):
     """The rest of the operation: copies, sums, and network calls."""
 
 
-class LinkStats(NamedTuple):
-    """Data sent from one rank to another over the network."""
-
-    bytes: int
-    seconds: float
-    """Time in which there was something to send and the other rank accepted it."""
-
-
 @dataclass(frozen=True)
 class RankStats:
     """Statistics that one rank publishes to the others of a group."""
@@ -264,19 +249,14 @@ class RankStats:
     host: str
     operations: Mapping[int, TimeShares]
     """Operations by sequence number in the group; all ranks choose the same ones."""
-    links: Mapping[int, LinkStats]
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a value for JSON, with times in whole microseconds."""
-        rows = [[seq, *(round(1e6 * t) for t in spent)] for seq, spent in self.operations.items()]
-        links = [[rank, link.bytes, round(1e6 * link.seconds)] for rank, link in self.links.items()]
-        return {"rank": self.rank, "host": self.host, "operations": rows, "links": links}
+    links: Mapping[int, float]
+    """Bytes per second to other ranks, while there was something to send that they accepted."""
 
     @classmethod
     def from_json(cls, told: Mapping[str, Any]) -> RankStats:
-        """Return the statistics that `to_json` has written."""
-        operations = {row[0]: TimeShares(*(t / 1e6 for t in row[1:])) for row in told["operations"]}
-        links = {rank: LinkStats(size, busy / 1e6) for rank, size, busy in told["links"]}
+        """Return the statistics that a rank has published as JSON of `dataclasses.asdict`."""
+        operations = {int(seq): TimeShares(*spent) for seq, spent in told["operations"].items()}
+        links = {int(rank): rate for rank, rate in told["links"].items()}
         return cls(told["rank"], told["host"], operations, links)
 
 
@@ -286,26 +266,11 @@ def quantile(values: Iterable[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
 
-def lengths(trace: Trace) -> dict[str, list[float]]:
-    """Return the seconds of the operations that a group's trace still holds, by kind."""
-    found: dict[str, list[float]] = {}
-    for record in _completed(trace):
-        seconds = (record["ended_ns"] - record["started_ns"]) / 1e9
-        found.setdefault(record["op"], []).append(seconds)
-    return found
-
-
-def links(trace: Trace) -> dict[int, LinkStats]:
-    """Return the data sent to each rank since the start, by its rank among all processes."""
-    ranks = trace["global_ranks"]
-    return {ranks[i]: LinkStats(n, us / 1e6) for i, (n, us) in enumerate(trace["links"]) if n > 0}
-
-
 def rank_stats(
     trace: Trace,
     others: Iterable[Trace] = (),
     *,
-    before: Mapping[int, LinkStats] | None = None,
+    before: Sequence[tuple[int, int]] = (),
     since_ns: int = 0,
 ) -> RankStats:
     """Return the statistics that this rank publishes to the others of a group.
@@ -313,11 +278,11 @@ def rank_stats(
     Args:
         trace: trace of the group.
         others: traces of the other groups of this process.
-        before: links at the time of the last call, which are subtracted.
+        before: the trace's links at the time of the last call, which are subtracted.
         since_ns: operations that ended before this are left out; nanoseconds since the epoch.
     """
-    busy = _Busy(record for other in others for record in _completed(other))
-    known = {record["seq"]: record for record in _completed(trace)}
+    busy = _Busy(record for other in others for record in completed(other))
+    known = {record["seq"]: record for record in completed(trace)}
     # Multiplying the number scrambles it: as good as a random draw, and equal on all ranks.
     drawn = {seq: seq * 2654435761 & 0xFFFFFFFF for seq in known}
     recent = [seq for seq, record in known.items() if record["ended_ns"] >= since_ns]
@@ -328,17 +293,18 @@ def rank_stats(
         if drawn[seq] >= 0x100000000 // keep or last is None or known[seq]["op"] not in SYMMETRIC:
             continue
         operations[seq] = _spent(last["ended_ns"], known[seq], busy)
-    now, then = links(trace), before or {}
-    more = {
-        rank: LinkStats(link.bytes - then[rank].bytes, link.seconds - then[rank].seconds)
-        if rank in then and then[rank].bytes <= link.bytes  # else it has reconnected
-        else link
-        for rank, link in now.items()
-    }
-    return RankStats(trace["global_ranks"][trace["rank"]], socket.gethostname(), operations, more)
+    ranks, links = trace["global_ranks"], {}
+    for peer, (size, us), (old, old_us) in zip(
+        ranks, trace["links"], before or [(0, 0)] * len(ranks), strict=True
+    ):
+        if old <= size:  # else it has reconnected
+            size, us = size - old, us - old_us
+        if size >= _LEAST_BYTES and us >= _LEAST_US:
+            links[peer] = 1e6 * size / us
+    return RankStats(ranks[trace["rank"]], socket.gethostname(), operations, links)
 
 
-def _completed(trace: Trace) -> Iterator[Mapping[str, Any]]:
+def completed(trace: Trace) -> Iterator[Mapping[str, Any]]:
     """Yield the completed collectives that the trace still holds, and that had something to run."""
     for record in trace["records"]:
         ran = record["state"] == "completed" and record["started_ns"] is not None
@@ -352,7 +318,7 @@ def _spent(since: int, record: Mapping[str, Any], busy: _Busy) -> TimeShares:
     elsewhere = busy.between(since, started)
     outside = max(0, started - since - elsewhere)
     moving = max(0, ended - started - waited - coded)
-    return TimeShares(*(ns / 1e9 for ns in (outside, elsewhere, waited, coded, moving)))
+    return TimeShares(*(round(ns / 1e9, 6) for ns in (outside, elsewhere, waited, coded, moving)))
 
 
 class _Busy:
@@ -381,8 +347,6 @@ class _Busy:
 
 # ------------------------------------------------------------------ the thread
 
-# Interval in seconds at which the thread checks whether it must end.
-_LOOK = 0.5
 # How late a rank may publish its statistics: in seconds, and as a share of the period between two
 # comparisons.
 _GRACE = 2.0
@@ -406,7 +370,7 @@ class MonitoredGroup:
     """Function that sets a key of the store."""
     look: Callable[[str], str | None]
     """Function that returns a key's present value, or None, without waiting."""
-    before: dict[int, LinkStats] = field(default_factory=dict)
+    before: Sequence[tuple[int, int]] = ()
     """What its links had carried at the last comparison."""
 
     def key(self, rank: int) -> str:
@@ -456,14 +420,15 @@ class StragglerMonitor:
         traces = _C.traces()
 
         def put(group: MonitoredGroup) -> None:
-            trace = _trace_of(group, traces)
-            if trace is None:  # it has just ended
-                return
+            mine = (group.name, group.rank)
+            trace = next((t for t in traces if (t["group"], t["rank"]) == mine), None)
+            if trace is None:
+                raise RuntimeError("the group has ended")
             me = group.ranks[group.rank]
             others = [t for t in traces if t is not trace and t["global_ranks"][t["rank"]] == me]
             stats = rank_stats(trace, others, before=group.before, since_ns=since)
-            group.before = links(trace)
-            group.put(group.key(group.rank), json.dumps({"number": number, **stats.to_json()}))
+            group.before = trace["links"]
+            group.put(group.key(group.rank), json.dumps({"number": number, **asdict(stats)}))
 
         self._for_each_group(put)
 
@@ -488,33 +453,19 @@ class StragglerMonitor:
                 self._say(finding.text)
 
     def _run(self) -> None:
-        number = int(time.time() // self.period)
         grace = min(_GRACE, _GRACE_SHARE * self.period)
-        while self._sleep_until((number + 1) * self.period):
-            number = int(time.time() // self.period)
+        while True:
+            number = int(time.time() // self.period) + 1
+            if self._ends.wait(number * self.period - time.time()):
+                return
             self.publish(number)
-            if not self._sleep_until(number * self.period + grace):
+            if self._ends.wait(grace):
                 return
             self.read(number)
-
-    def _sleep_until(self, moment: float) -> bool:
-        """Sleep until then; return False early if no group is left or the thread must end."""
-        while self._living():
-            left = moment - time.time()
-            if left <= 0:
-                return True
-            self._ends.wait(min(left, _LOOK))
-        return False
-
-    def _living(self) -> bool:
-        """Drop the groups that are gone; return False if none is left."""
-        living = set(_C.groups())
-        with self._lock:
-            self._groups = [g for g in self._groups if (g.name, g.rank) in living]
-            if self._groups and not self._ends.is_set():
-                return True
-            self._thread = None
-            return False
+            with self._lock:
+                if not self._groups:
+                    self._thread = None
+                    return
 
     def _for_each_group(self, act: Callable[[MonitoredGroup], None]) -> None:
         """Act on each group, and monitor no longer what cannot be."""
@@ -526,16 +477,11 @@ class StragglerMonitor:
                     f"slow ranks of the group {group.name!r} cannot be told: what its store has is "
                     f"no statistics of a rank ({error!r})"
                 )
-            except RuntimeError as error:  # the store is gone, or a stranger writes to it
+            except RuntimeError as error:  # it or its store is gone, or a stranger writes to it
                 if "of the secret" in str(error):
                     warn_once(f"slow ranks of the group {group.name!r} cannot be told: {error}")
                 with self._lock:
                     self._groups = [g for g in self._groups if g is not group]
-
-
-def _trace_of(group: MonitoredGroup, traces: Sequence[Trace]) -> Trace | None:
-    mine = (group.name, group.rank)
-    return next((t for t in traces if (t["group"], t["rank"]) == mine), None)
 
 
 _monitor: StragglerMonitor | None = None

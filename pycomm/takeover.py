@@ -38,18 +38,17 @@ REFUSED = {
     "torch would take, so name that",
 }
 
-_answers: dict[str, str] = {}  # the replacing backend, by the name that is asked for
+_taken: set[str] = set()  # the names that are taken over
 _released = ContextVar("pycomm_released", default=False)
 
 
-def install(names: Iterable[str], backend: str = "pycomm") -> None:
-    """Let another backend make the process groups that ask for one of these names.
+def install(names: Iterable[str]) -> None:
+    """Let pycomm make the process groups that ask for one of these names.
 
-    May be called again: later names are added, and the last backend given for a name counts.
+    May be called again: later names are added.
 
     Args:
         names: of backends, as `init_process_group` takes them: "gloo", "nccl".
-        backend: the backend that replaces them.
 
     Raises:
         ValueError: a name cannot be taken over; the text says why.
@@ -72,12 +71,7 @@ def install(names: Iterable[str], backend: str = "pycomm") -> None:
     if "nccl" in wanted and vars(c10d).get("default_pg_nccl_timeout") is None:
         # torch without NCCL has no default timeout for it and warns; with NCCL it is this one.
         vars(c10d)["default_pg_nccl_timeout"] = timedelta(minutes=10)
-    _answers.update(dict.fromkeys(wanted, backend))
-
-
-def names() -> tuple[str, ...]:
-    """Return the names that are taken over at present."""
-    return () if _released.get() else tuple(sorted(_answers))
+    _taken.update(wanted)
 
 
 @contextmanager
@@ -102,18 +96,16 @@ def _answering(make: Make) -> Make:
     @functools.wraps(make)
     def answer(size: int, rank: int, ranks: Any, backend: str, *args: Any, **kwargs: Any) -> Any:
         asked = _asked(backend)
-        given = {device: _answers.get(name, name) for device, name in asked.items()}
+        given = {d: "pycomm" if name in _taken else name for d, name in asked.items()}
         if given == asked:
             return make(size, rank, ranks, backend, *args, **kwargs)
-        stands_in = next(given[device] for device in asked if given[device] != asked[device])
         for options in ("backend_options", "pg_options"):  # torch has renamed this argument
             if kwargs.get(options) is not None and not _ours(kwargs[options]):
                 logger.info("takeover: %s of %s are left out", options, backend)
                 kwargs[options] = None
-        if set(given.values()) == {stands_in}:
-            text = stands_in
-        else:
-            text = ",".join(f"{device}:{name}" for device, name in given.items())
+        text = ",".join(f"{device}:{name}" for device, name in given.items())
+        if set(given.values()) == {"pycomm"}:
+            text = "pycomm"
         group, store = make(size, rank, ranks, text, *args, **kwargs)
         if isinstance(group, dist.ProcessGroup):
             _rename(group, backend, asked, given)
@@ -128,7 +120,7 @@ def _asked(backend: str) -> dict[str, str]:
     """Return the backend's name for each device; empty if none of the names is taken over."""
     text = str(backend).lower()
     parts = {part.rpartition(":")[2] for part in text.split(",")}
-    if _released.get() or not _answers or (text != "undefined" and parts.isdisjoint(_answers)):
+    if _released.get() or not _taken or (text != "undefined" and parts.isdisjoint(_taken)):
         return {}
     config = c10d.BackendConfig(dist.Backend(text))
     return {device: str(name) for device, name in config.get_device_backend_map().items()}

@@ -8,6 +8,7 @@ See ``docs/trace.md``.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
@@ -26,29 +27,10 @@ __all__ = ["collect", "dump"]
 VERSION = "2.10"
 """Version of the flight recorder's schema."""
 
-# The names of c10::ScalarType, which the recorder writes.
-_DTYPES = {
-    "float32": "Float",
-    "float64": "Double",
-    "float16": "Half",
-    "bfloat16": "BFloat16",
-    "float8_e4m3": "Float8_e4m3fn",
-    "float8_e5m2": "Float8_e5m2",
-    "int8": "Char",
-    "int16": "Short",
-    "int32": "Int",
-    "int64": "Long",
-    "uint8": "Byte",
-    "uint16": "UInt16",
-    "uint32": "UInt32",
-    "uint64": "UInt64",
-    "bool": "Bool",
-    "complex64": "ComplexFloat",
-    "complex128": "ComplexDouble",
-}
 # torch's analyzer accepts the names of a few backends only; "pycomm" is not one of them.
 _BACKEND = "gloo"
-_STATES = {"failed": "started"}  # a failed operation has started and is not completed
+
+_SPENT = ("waited_ns", "coded_ns")  # by a completed collective; pycomm.monitor compares it
 
 _written: set[str] = set()
 _writing = threading.Lock()
@@ -164,14 +146,24 @@ def _recording(traces: Iterable[Trace]) -> dict[str, Any]:
         groups[name] = {"name": name, "desc": description, "ranks": str(ranks)}
         if trace["error"]:
             errors[name] = trace["error"]
-        done = _Numbers(trace["records"])
-        status[str(number)] = done.status
+        collectives = [r for r in trace["records"] if r["op"] not in ("send", "recv")]
+        started = max((r["seq"] for r in collectives), default=0)
+        waiting = [r["id"] for r in collectives if r["state"] == "scheduled"]
+        # The numbers that these calls get if nothing comes before them.
+        expected = dict(zip(waiting, itertools.count(started + 1), strict=False))
+        status[str(number)] = {
+            "last_enqueued_collective": started + len(waiting),
+            "last_started_collective": started,
+            "last_completed_collective": max(
+                (r["seq"] for r in collectives if r["state"] == "completed"), default=0
+            ),
+        }
         streams: Counter[str] = Counter()
         for record in trace["records"]:
             entry = _entry(record, len(ranks))
             entry["pg_id"] = number
             entry["process_group"] = (name, description)
-            entry["collective_seq_id"] = record["seq"] or done.expected(record)
+            entry["collective_seq_id"] = record["seq"] or expected.get(record["id"], 0)
             if record["op"] in ("send", "recv") and record["root"] >= 0:
                 # Each direction of a stream gets its own group: the analyzer expects every rank
                 # of an entry's group to take part in it.
@@ -200,38 +192,8 @@ def _recording(traces: Iterable[Trace]) -> dict[str, Any]:
     return {**result, "errors": errors} if errors else result
 
 
-class _Numbers:
-    """Sequence numbers of a group's collectives: the last one in each state."""
-
-    def __init__(self, records: list[dict[str, Any]]) -> None:
-        collectives = [r for r in records if r["op"] not in ("send", "recv")]
-        started = max((r["seq"] for r in collectives), default=0)
-        waiting = [r["id"] for r in collectives if r["state"] == "scheduled"]
-        completed = max((r["seq"] for r in collectives if r["state"] == "completed"), default=0)
-        self._waiting = {number: started + 1 + i for i, number in enumerate(waiting)}
-        self.status = {
-            "last_enqueued_collective": started + len(waiting),
-            "last_started_collective": started,
-            "last_completed_collective": completed,
-        }
-
-    def expected(self, record: dict[str, Any]) -> int:
-        """Return the number that a call gets if nothing comes before it."""
-        return self._waiting.get(record["id"], 0)
-
-
-def _spent(record: dict[str, Any]) -> dict[str, Any]:
-    """Return how a completed collective spent its time; ``pycomm.monitor`` compares it."""
-    last = record["last"]
-    return {
-        "waited_ns": record["waited_ns"],
-        "coded_ns": record["coded_ns"],
-        "last": None if last < 0 else last,
-    }
-
-
 def _entry(record: dict[str, Any], size: int) -> dict[str, Any]:
-    op, numel, dtype = record["op"], record["numel"], _DTYPES.get(record["dtype"], "Byte")
+    op, numel, dtype = record["op"], record["numel"], record["dtype"]
     state = record["state"]
     uneven = record["label"].startswith("parts of ")
     peers = op in ("send", "recv")
@@ -257,7 +219,7 @@ def _entry(record: dict[str, Any], size: int) -> dict[str, Any]:
         "input_dtypes": [dtype] if op != "recv" else [],
         "output_sizes": [[taken]] if op != "send" else [],
         "output_dtypes": [dtype] if op != "send" else [],
-        "state": _STATES.get(state, state),
+        "state": "started" if state == "failed" else state,  # it is not completed
         "time_discovered_started_ns": started,
         "time_discovered_completed_ns": ended if state == "completed" else None,
         **({"duration_ms": (ended - started) / 1e6} if state == "completed" else {}),
@@ -271,7 +233,7 @@ def _entry(record: dict[str, Any], size: int) -> dict[str, Any]:
             "codec": "" if uneven else record["label"],
             "redop": record["redop"] if op in ("all_reduce", "reduce_scatter", "reduce") else "",
             "root": -1 if peers else record["root"],
-            **({} if peers or state != "completed" else _spent(record)),
+            **({} if peers or state != "completed" else {name: record[name] for name in _SPENT}),
             **({"peer": record["root"], "tag": record["tag"]} if peers else {}),
         },
     }

@@ -45,7 +45,6 @@ PYTHON_LAYERS = (
     {
         "_build",
         "_cuda_wheel",
-        "_register",
         "arguments",
         "errors",
         "env",

@@ -190,7 +190,7 @@ class Communicator::Impl {
       over(Lane::collective);
       failure_.rethrow_in(tag, rank());
     }
-    trace_->end(recording_, tag, timing_);
+    trace_->end(recording_, timing_);
   }
 
   /// Records that the calling thread issues a collective, perhaps for another one to run.

@@ -22,7 +22,6 @@ enum class Op : uint8_t {
   send,
   recv,
 };
-constexpr int kOps = static_cast<int>(Op::recv) + 1;
 
 /// Tag of one collective call, on which all its ranks must agree. Plain bytes: it travels as it is.
 struct OpTag {

@@ -99,22 +99,6 @@ std::string Trace::error() const {
   return error_;
 }
 
-std::vector<OpTotals> Trace::totals() const {
-  const TickScale::Reading scale = scale_.read();
-  const auto ns = [&scale](const auto& sum) {
-    return scale.ns(sum.load(std::memory_order_relaxed));
-  };
-  std::vector<OpTotals> totals;
-  for (int op = 0; op < kOps; op++) {
-    const Totals& sums = totals_[op];
-    const uint64_t count = sums.count.load(std::memory_order_relaxed);
-    if (count == 0) continue;
-    totals.push_back({static_cast<Op>(op), count, sums.bytes.load(std::memory_order_relaxed),
-                      ns(sums.ticks), ns(sums.waited), ns(sums.coded)});
-  }
-  return totals;
-}
-
 std::vector<LinkUse> Trace::links() const {
   std::vector<LinkUse> links;
   for (size_t rank = 0; rank < owner_.global_ranks.size(); rank++) {
@@ -139,6 +123,9 @@ std::vector<OpRecord> Trace::read() const {
   const uint64_t kept = std::min<uint64_t>(last, kKept);
   const TickScale::Reading scale = scale_.read();
   const auto time = [&scale](uint64_t stamp) { return stamp ? scale.epoch_ns(stamp) : 0; };
+  const auto time_in = [&scale](const std::atomic<float>& stage) {
+    return scale.ns(static_cast<uint64_t>(stage.load(std::memory_order_relaxed)));
+  };
   records.reserve(kept);
   for (uint64_t id = last - kept + 1; id <= last; id++) {
     const Slot& slot = slots_[(id - 1) % kKept];
@@ -158,11 +145,8 @@ std::vector<OpRecord> Trace::read() const {
     record.started_ns = time(started);
     // The stamp lost its highest bit to make room; counts of the processor never reach it.
     record.ended_ns = time(ended >> 1);
-    const uint64_t timing = slot.timing.load(std::memory_order_relaxed);
-    record.waited_ns = scale.ns(unpack_time(timing >> kTimeBits));
-    record.coded_ns = scale.ns(unpack_time(timing));
-    const auto last = static_cast<int>(timing >> 2 * kTimeBits);
-    record.last = last == kNoRank ? -1 : last;
+    record.waited_ns = time_in(slot.waited);
+    record.coded_ns = time_in(slot.coded);
     record.state = ended     ? (ended & 1 ? OpState::failed : OpState::completed)
                    : started ? OpState::started
                              : OpState::scheduled;

@@ -28,17 +28,8 @@ struct OpRecord {
   const char* algo = "";
   // Times of a completed collective; see OpTiming.
   int64_t waited_ns = 0, coded_ns = 0;
-  int last = -1;
   // Nanoseconds since the epoch; 0 for what has not happened.
   int64_t issued_ns = 0, started_ns = 0, ended_ns = 0;
-};
-
-/// Totals of all completed collectives of one kind.
-struct OpTotals {
-  Op op = Op::none;
-  uint64_t count = 0;
-  uint64_t bytes = 0;  ///< as callers count elements
-  int64_t ns = 0, waited_ns = 0, coded_ns = 0;
 };
 
 /// Owner of a trace, in words that are equal on all ranks of the group where possible.
@@ -85,19 +76,13 @@ class PYCOMM_API Trace {
     }
   }
 
-  /// Records that a collective is completed. They end one at a time.
-  void end(uint64_t id, const OpTag& tag, const OpTiming& timing) {
+  /// Records that a collective is completed, and how it spent its time.
+  void end(uint64_t id, const OpTiming& timing) {
     Slot* slot = find(id);
     if (!slot) return;
-    const uint64_t now = ticks();
-    slot->timing.store(pack(timing), std::memory_order_relaxed);
-    slot->ended.store(now << 1, std::memory_order_release);
-    Totals& totals = totals_[static_cast<size_t>(tag.op)];
-    add(totals.count, 1);
-    add(totals.bytes, tag.numel * size_of(tag.dtype));
-    add(totals.ticks, now - slot->started.load(std::memory_order_relaxed));
-    add(totals.waited, timing.waited);
-    add(totals.coded, timing.coded);
+    slot->waited.store(static_cast<float>(timing.waited), std::memory_order_relaxed);
+    slot->coded.store(static_cast<float>(timing.coded), std::memory_order_relaxed);
+    end(id);
   }
   /// Records the traffic to a rank over the network, from time to time.
   void note_link(int rank, const LinkUse& use) {
@@ -111,8 +96,6 @@ class PYCOMM_API Trace {
 
   /// Returns the records from the oldest to the newest.
   std::vector<OpRecord> read() const;
-  /// Returns totals of the kinds that have been called.
-  std::vector<OpTotals> totals() const;
   /// Returns the traffic by rank.
   std::vector<LinkUse> links() const;
   /// Sets a function that is called before each read(), by its thread: for a caller that notices an
@@ -129,34 +112,13 @@ class PYCOMM_API Trace {
     std::atomic<const char*> algo;
     std::atomic<uint64_t> issued, started;  ///< ticks
     std::atomic<uint64_t> ended;            ///< ticks, with the lowest bit set on failure
-    std::atomic<uint64_t> timing;           ///< see pack()
+    std::atomic<float> waited, coded;       ///< ticks
   };
   static_assert(sizeof(Slot) == 128, "a record is two cache lines");
 
-  struct alignas(64) Totals {
-    std::atomic<uint64_t> count{0}, bytes{0}, ticks{0}, waited{0}, coded{0};
-  };
   struct Link {
     std::atomic<uint64_t> bytes{0}, busy_us{0};
   };
-  /// Adds to a sum that one thread at a time writes.
-  static void add(std::atomic<uint64_t>& sum, uint64_t more) {
-    sum.store(sum.load(std::memory_order_relaxed) + more, std::memory_order_relaxed);
-  }
-
-  // A timing packs two times of 24 bits each, of which 19 are digits and 5 a shift, and the rank.
-  static constexpr int kTimeBits = 24, kDigits = 19, kNoRank = 0xffff;
-  static uint64_t pack_time(uint64_t time) {
-    const int shift = time >> kDigits ? 64 - kDigits - __builtin_clzll(time) : 0;
-    return static_cast<uint64_t>(shift) << kDigits | time >> shift;
-  }
-  static uint64_t unpack_time(uint64_t packed) {
-    return (packed & ((1 << kDigits) - 1)) << (packed >> kDigits & 31);
-  }
-  static uint64_t pack(const OpTiming& timing) {
-    return static_cast<uint64_t>(timing.last & kNoRank) << 2 * kTimeBits |
-           pack_time(timing.waited) << kTimeBits | pack_time(timing.coded);
-  }
 
   // Returns the slot of a record, or null. A slot may be taken over while its operation still runs,
   // if as many operations as there are slots follow it. The end then finds another number.
@@ -182,7 +144,8 @@ class PYCOMM_API Trace {
     slot.issued.store(started ? started : ticks(), std::memory_order_relaxed);
     slot.started.store(started, std::memory_order_relaxed);
     slot.ended.store(0, std::memory_order_relaxed);
-    slot.timing.store(uint64_t{kNoRank} << 2 * kTimeBits, std::memory_order_relaxed);
+    slot.waited.store(0, std::memory_order_relaxed);
+    slot.coded.store(0, std::memory_order_relaxed);
     slot.id.store(id, std::memory_order_release);
     return id;
   }
@@ -196,7 +159,6 @@ class PYCOMM_API Trace {
   const TickScale scale_;
   const std::unique_ptr<Slot[], Release> slots_;
   alignas(128) std::atomic<uint64_t> count_{0};
-  Totals totals_[kOps];
   std::unique_ptr<Link[]> links_;  ///< by rank
   mutable std::mutex error_mutex_;
   std::string error_;

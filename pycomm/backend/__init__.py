@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed.constants import default_pg_timeout
 
-from pycomm import _register, log
+from pycomm import log
 from pycomm._build import load_c10d
 from pycomm.backend.torch_calls import let_torch_monitor_barriers, let_torch_set_timeouts
 from pycomm.env import env, let_groups_allocate_buckets
@@ -75,7 +75,8 @@ def begin(group: Backend) -> None:
     log.begin(group.rank(), how, ("group", *group.transports))
 
 
-_register.register(create)
+# As _autoload.py does, which may not be installed.
+dist.Backend.register_backend("pycomm", create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def reducer_wants_reals(backend: Backend) -> bool:

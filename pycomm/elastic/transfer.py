@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 
-from pycomm.arguments import typed, whole
+from pycomm.arguments import typed
 from pycomm.elastic.contents import Contents, filled_up, rows_of
 from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
-from pycomm.policy.exchange import answer, gather, gather_json
+from pycomm.policy.exchange import answer, device_of, gather, gather_json
 
+_CHUNK = 4 << 20  # bytes of a message
 _AHEAD = 2  # chunks on their way
 
 
@@ -27,7 +28,6 @@ def hand_over(
     *,
     has: bool,
     group: dist.ProcessGroup | None = None,
-    chunk_bytes: int = 4 << 20,
 ) -> int | None:
     """Give the members that are new the model and the optimizer of one that has them; collective.
 
@@ -55,14 +55,12 @@ def hand_over(
         optimizer: the optimizer of parameters of this model; None: there is none.
         has: this rank has the state. A rank that has not is new.
         group: the members, of any backend with sends and receives; None: the default group.
-        chunk_bytes: size of the messages, in bytes, at least 4096; the same on all ranks. Two of
-            them have to pass a link within the group's timeout.
 
     Returns:
         The rank that has sent its state; None if no member was new.
 
     Raises:
-        TypeError, ValueError: bad arguments.
+        TypeError: an argument has another type.
         WireMismatch: models, optimizers or arguments differ; on all ranks, before a tensor is sent.
         Error: no rank has the state; a rank's model cannot be handed over, or a rank has failed (on
             all ranks); or the transfer has failed with another backend.
@@ -77,14 +75,11 @@ def hand_over(
     typed("model", model, nn.Module)
     typed("optimizer", optimizer, torch.optim.Optimizer, None)
     typed("has", has, bool)
-    chunk_bytes = whole("chunk_bytes", chunk_bytes, 4096)
     contents = Contents(model, optimizer)
     text, rest = contents.pack() if has and not contents.problem else (b"", [])
-    contents.lines.append(f"chunk_bytes={chunk_bytes}")
 
     group = group or c10d._get_default_group()
-    device = _device(group, contents.tensors)
-    members = _meet(contents, has, len(text), rest, group, device)
+    members = _meet(contents, has, len(text), rest, group)
     having = [rank for rank, member in enumerate(members) if member["has"]]
     if len(having) == len(members):
         return None
@@ -93,7 +88,7 @@ def hand_over(
     if group.rank() == root:
         sent = [torch.frombuffer(bytearray(text), dtype=torch.uint8), *contents.tensors, *rest]
     try:
-        content = _broadcast(sent, root, members[root]["total"], has, chunk_bytes, group, device)
+        content = _broadcast(sent, root, members[root]["total"], has, group)
     except RuntimeError as error:
         raise _told(error, group.rank(), root) from error
     if not has:
@@ -101,16 +96,16 @@ def hand_over(
     return root
 
 
-def _chunks(tensors: Sequence[torch.Tensor], nbytes: int) -> Iterator[torch.Tensor]:
+def _chunks(tensors: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield the rows of tensors in chunks of one size, but for the last one."""
     parts: list[torch.Tensor] = []
     held = 0
     for row in itertools.chain.from_iterable(map(rows_of, tensors)):
         while row.numel():
-            parts.append(row[: nbytes - held])
+            parts.append(row[: _CHUNK - held])
             held += parts[-1].numel()
             row = row[parts[-1].numel() :]
-            if held == nbytes:
+            if held == _CHUNK:
                 yield torch.cat(parts)
                 parts, held = [], 0
     if parts:
@@ -126,9 +121,7 @@ def _broadcast(
     root: int,
     total: int,
     has: bool,
-    chunk_bytes: int,
     group: dist.ProcessGroup,
-    device: torch.device,
 ) -> torch.Tensor:
     """Return the bytes that a rank sends to all (uint8, on the CPU); collective.
 
@@ -139,13 +132,12 @@ def _broadcast(
         root: the rank that sends.
         total: bytes of their rows.
         has: this rank does not need what is sent.
-        chunk_bytes: size of a chunk.
         group: the ranks.
-        device: a device whose tensors the group moves.
 
     Raises:
         Error: another rank has failed.
     """
+    device = device_of(group)
     failure: Exception | None = None
     content = _room(0)
     if not has:
@@ -153,7 +145,7 @@ def _broadcast(
             content = _room(total)
         except (MemoryError, RuntimeError) as error:
             failure = error
-    chunks = _chunks(sent or (), chunk_bytes)
+    chunks = _chunks(sent or ())
     under_way: deque[tuple[dist.Work, torch.Tensor, int]] = deque()
 
     def land() -> None:
@@ -162,8 +154,8 @@ def _broadcast(
         if content.numel():
             content[begin : begin + chunk.numel()] = arrived
 
-    for begin in range(0, total, chunk_bytes):
-        chunk = _room(min(chunk_bytes, total - begin))
+    for begin in range(0, total, _CHUNK):
+        chunk = _room(min(_CHUNK, total - begin))
         if sent is not None and failure is None:
             try:
                 chunk = next(chunks)
@@ -189,7 +181,6 @@ def _meet(
     written: int,
     rest: Sequence[torch.Tensor],
     group: dist.ProcessGroup,
-    device: torch.device,
 ) -> list[dict[str, Any]]:
     """Return what all members have, in rank order, after they have been compared; collective."""
     rank = group.rank()
@@ -201,7 +192,7 @@ def _meet(
         "written": written,  # bytes of what `Contents.pack` has written
         "total": sum(map(filled_up, sizes)) if has else 0,  # bytes that it would send
     }
-    members = gather_json(mine, group, device)
+    members = gather_json(mine, group)
     for refusing, member in enumerate(members):
         if member["problem"]:
             raise Error(
@@ -209,7 +200,7 @@ def _meet(
                 f"{member['problem']}"
             )
     if any(member["digest"] != members[0]["digest"] for member in members):
-        texts = gather_json(contents.lines, group, device)
+        texts = gather_json(contents.lines, group)
         other = next(r for r, text in enumerate(texts) if text != texts[0])
         pairs = zip(texts[0], texts[other], strict=False)
         first, second = next(pair for pair in pairs if pair[0] != pair[1])
@@ -224,16 +215,6 @@ def _meet(
             "checkpoint on one, and pass has=True there"
         )
     return members
-
-
-def _device(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> torch.device:
-    """Return a device whose tensors the group moves: the CPU if it does, else the model's."""
-    cpu = torch.device("cpu")
-    try:
-        group._get_backend(cpu)
-    except RuntimeError:
-        return next((tensor.device for tensor in tensors), cpu)
-    return cpu
 
 
 def _told(error: RuntimeError, rank: int, root: int) -> Error:

@@ -21,7 +21,7 @@ from pycomm.arguments import number, put, typed, whole
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
-from pycomm.local_sgd.outer import Fragment, broadcast, split
+from pycomm.local_sgd.outer import Fragment, broadcast, reals, split
 from pycomm.local_sgd.shared import (
     Average,
     InnerOptimizers,
@@ -30,7 +30,7 @@ from pycomm.local_sgd.shared import (
     named,
     start_average,
 )
-from pycomm.log import logger, warn_once
+from pycomm.log import logger
 from pycomm.policy import Policy, agree_on_options
 from pycomm.policy.names import few
 from pycomm.reduction import own_group
@@ -188,18 +188,21 @@ class LocalSGD:
             )
         if average not in ("ranks", "senders"):
             raise ValueError(f"LocalSGD: average={average!r}: use 'ranks' or 'senders'")
-        self.weight = 0.0
-        """Samples or tokens of all steps on this rank."""
         group = process_group or dist.group.WORLD
         exchange.check(self.every)
         self._model = model
         trained = self._trained()
         if not trained:
             raise ValueError("LocalSGD: the model has no parameters to train: unfreeze some")
+        if wide := [name for name, p in trained.items() if reals(p).dtype == torch.float64]:
+            raise ValueError(
+                f"LocalSGD averages in float32, not in the float64 of {few(wide)}: train them in "
+                "float32, or freeze them"
+            )
         device = next(iter(trained.values())).device
         own = closing = None
         if group is not None:
-            agree_on_options(self._terms(), group)
+            agree_on_options([f"LocalSGD: {n}={getattr(self, n)}" for n in _OPTIONS], group)
             _refuse_meetings(model, group)
             # The backend runs them on a thread of its own, but for weights and senders, which are
             # exchanged in several steps that wait for each other.
@@ -231,16 +234,6 @@ class LocalSGD:
             own_part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             self.state.add(name, own_part.detach())
         self.state.agree()
-        for part in self._parts:
-            if part.dtype == torch.float64:
-                coded = [name for name in part.parameters if not self.state.decisions[name].exact]
-                why = "it travels with parameters in float64"
-                self.state.plan.exactly.update(dict.fromkeys(coded, why))
-                if coded:
-                    warn_once(
-                        f"LocalSGD: {few(coded)} travel exactly, in float64, since parameters in "
-                        "float64 are averaged with them: keep these in float32, or freeze them"
-                    )
         if average == "ranks" and group is not None:
             self.state.reducer.find_nodes(device)
         self.local_steps = 0
@@ -254,10 +247,6 @@ class LocalSGD:
             closing.detach()  # the thread ends before it
             self._thread = ThreadPoolExecutor(1, "pycomm-local-sgd")
             weakref.finalize(self, _close, self._thread, own).atexit = False
-
-    def _terms(self) -> list[str]:
-        """Return the options that must be equal on all ranks."""
-        return [f"LocalSGD: {name}={getattr(self, name)}" for name in _OPTIONS]
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse another value of an option.
@@ -294,7 +283,6 @@ class LocalSGD:
         weight = 1.0 if weight is None else number("weight", weight)
         if weight < 0:
             raise ValueError(f"weight={weight}: use a number of samples or tokens, 0 or more")
-        self.weight += weight
         self.local_steps += 1
         self._dirty = True
         for part in self._parts:
@@ -439,16 +427,12 @@ class LocalSGD:
         """Return the codecs, and the bytes that this rank sends in a round and at most at once."""
         parts = self._parts
         sizes = list(map(self._sent_bytes, parts))
-        tokens = ""
-        if self.weighted and self.weight:
-            exchanged = self.rounds / len(parts) * sum(sizes)
-            tokens = f"; {exchanged / self.weight:.3g} bytes for each sample or token so far"
         return "\n".join(
             [
                 self.state.summary(),
                 f"LocalSGD: {self.exchange}, every {self.every} steps; a rank sends "
                 f"{sum(sizes) / 1e6:.3g} MB in a round, {sum(sizes) / self.every / 1e3:.3g} kB for "
-                f"each step, at most {max(sizes) / 1e6:.3g} MB at once{tokens}",
+                f"each step, at most {max(sizes) / 1e6:.3g} MB at once",
             ]
         )
 
@@ -458,8 +442,6 @@ class LocalSGD:
         Payloads with owners go to the owners, and their results to all; sparse ones to all ranks.
         """
         total, ranks = 0.0, self.state.process_group.size()
-        if part.dtype == torch.float64:
-            return round(part.start.nbytes * (ranks - 1) * 2 / ranks)
         for decision in map(self.state.decisions.__getitem__, part.parameters):
             gathered = decision.codec.combine == "gather"
             total += decision.encoded_bytes * (ranks - 1) * (1 if gathered else 2 / ranks)
@@ -487,7 +469,6 @@ class LocalSGD:
             pending = self._parts.index(part), values, average.bad, self._countdown
         return {
             "version": STATE_VERSION,
-            "weight": self.weight,
             "local_steps": self.local_steps,
             "dirty": self._dirty,
             "pending": pending,
@@ -534,7 +515,6 @@ class LocalSGD:
             average = Average(values.clone(), bad)
             self._in_flight = self._parts[index], lambda: average
         self.local_steps, self._dirty = state["local_steps"], state["dirty"]
-        self.weight = state["weight"]
 
 
 def _close(thread: ThreadPoolExecutor, own: dist.ProcessGroup) -> None:

@@ -1,7 +1,7 @@
 """Fragments: the parameters that all ranks share between rounds of `pycomm.LocalSGD`.
 
-They are kept in float32, or in float64 if one of them is: a bfloat16 parameter cannot represent
-the small steps of an outer optimizer. Its rounding must not count as a step either, so a rank's
+They are kept in float32: a bfloat16 parameter cannot represent the small steps of an outer
+optimizer. Its rounding must not count as a step either, so a rank's
 outer gradient is the difference between the rounded start that was written to its model and the
 model's values now.
 """
@@ -52,9 +52,6 @@ class Fragment:
         self.weight = 0.0
         """Samples, tokens or steps since they were last sent."""
         self.parameters = dict(parameters)
-        wide = any(reals(p).dtype == torch.float64 for p in parameters.values())
-        self.dtype = torch.float64 if wide else torch.float32
-        """In which all of them travel, and are kept."""
         self.start = self.values()
         self.velocity = torch.zeros_like(self.start) if momentum else None
 
@@ -116,10 +113,10 @@ class Fragment:
                 "same momentum="
             )
         saved, here = state["start"], self.start
-        if (saved.numel(), saved.dtype) != (here.numel(), here.dtype):
+        if saved.numel() != here.numel():
             raise ValueError(
-                f"LocalSGD's state has {saved.numel()} values in {saved.dtype}, the model "
-                f"{here.numel()} in {here.dtype}: it belongs to another model"
+                f"LocalSGD's state has {saved.numel()} values, the model {here.numel()}: it "
+                "belongs to another model"
             )
         self.parameters = {name: self.parameters[name] for name in state["names"]}
         self.start.copy_(saved)
@@ -135,7 +132,7 @@ class Fragment:
     def values(self) -> torch.Tensor:
         """Return this rank's parts of all parameters as a flat tensor."""
         parts = map(reals, self.parameters.values())
-        return torch.cat([part.to(self.dtype).reshape(-1) for part in parts])
+        return torch.cat([part.float().reshape(-1) for part in parts])
 
 
 def split(

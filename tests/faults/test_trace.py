@@ -46,7 +46,7 @@ def everything(c):
 
 
 @pytest.mark.parametrize("way", ["window", "direct", "tcp"])
-def test_an_entry_tells_who_came_last_and_how_long_that_took(way):
+def test_an_entry_tells_how_long_a_rank_waited(way):
     def job(c):
         c.barrier()
         if c.rank == 2:
@@ -56,7 +56,6 @@ def test_an_entry_tells_who_came_last_and_how_long_that_took(way):
 
     *others, late = run(3, job, **WAYS[way])
     for entry in others:
-        assert entry["pycomm"]["last"] == 2
         assert 5e7 < entry["pycomm"]["waited_ns"] <= entry["duration_ms"] * 1e6
     assert late["pycomm"]["waited_ns"] < 5e7
 

@@ -166,6 +166,7 @@ def test_sites_are_found_by_round_trips(tmp_path, delay, near, levels, told):
 # once a second, at the end of an operation.
 STEPS_ON_LINKS = """
 import json, sys, time
+from dataclasses import asdict
 import numpy as np
 from pycomm.communicator import Communicator
 from pycomm.straggler import rank_stats
@@ -175,7 +176,7 @@ with Communicator.from_env(sys.argv[1], timeout=30.0) as c:
         c.all_reduce(np.ones(100_000, np.float32))
         goes_on[0] = time.monotonic() - start < 1.8
         c.all_reduce(goes_on, "min")
-    print(json.dumps(rank_stats(c.core.trace()).to_json()))
+    print(json.dumps(asdict(rank_stats(c.core.trace()))))
 """
 
 

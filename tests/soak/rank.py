@@ -8,6 +8,7 @@ import random
 import time
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch._dynamo  # the first optimizer does, and would take seconds while others wait for it
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm import backend, elastic
+from pycomm.elastic import transfer
 from tests.faults.injection.case import LASTS, OPS, Call, Case
 from tests.faults.injection.elastic import found
 from tests.faults.injection.groups import TorchGroup
@@ -194,7 +196,8 @@ class Trainer(Rank):
             self.make()
             self.state = None
         self._unwrap()
-        elastic.hand_over(self.model, self.optimizer, has=not new, chunk_bytes=1 << 16)
+        with patch.object(transfer, "_CHUNK", 1 << 16):  # so that a rank may die between chunks
+            elastic.hand_over(self.model, self.optimizer, has=not new)
         parameters = list(self.model.parameters())
         momenta = [self.optimizer.state[p]["momentum_buffer"] for p in parameters]
         return self._digest([*parameters, *momenta])

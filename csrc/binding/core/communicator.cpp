@@ -213,13 +213,6 @@ void bind_communicator(py::module_& m) {
     for (const auto& trace : Trace::all()) traces.append(trace_records(*trace));
     return traces;
   });
-  m.def("groups", [] {
-    py::list groups;
-    for (const auto& trace : Trace::all()) {
-      groups.append(py::make_tuple(trace->owner().group, trace->owner().rank));
-    }
-    return groups;
-  });
   m.def("buffer", &buffer, py::arg("array"), py::arg("write"));
   bind_options(m);
 

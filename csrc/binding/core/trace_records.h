@@ -23,6 +23,7 @@ inline pybind11::dict trace_records(const Trace& trace) {
     entry["op"] = name(tag.op);
     entry["seq"] = tag.seq;
     entry["numel"] = tag.numel;
+    entry["bytes"] = tag.numel * size_of(tag.dtype);
     entry["dtype"] = name(tag.dtype);
     entry["redop"] = name(tag.redop);
     entry["root"] = tag.root;
@@ -37,7 +38,6 @@ inline pybind11::dict trace_records(const Trace& trace) {
     entry["ended_ns"] = or_none(record.ended_ns);
     entry["waited_ns"] = record.waited_ns;
     entry["coded_ns"] = record.coded_ns;
-    entry["last"] = record.last;
     records.append(entry);
   }
   const TraceOwner& owner = trace.owner();
@@ -49,21 +49,9 @@ inline pybind11::dict trace_records(const Trace& trace) {
   result["rank"] = owner.rank;
   result["global_ranks"] = ranks;
   result["error"] = trace.error();
-  py::list totals;
-  for (const OpTotals& sums : trace.totals()) {
-    py::dict entry;
-    entry["op"] = name(sums.op);
-    entry["count"] = sums.count;
-    entry["bytes"] = sums.bytes;
-    entry["ns"] = sums.ns;
-    entry["waited_ns"] = sums.waited_ns;
-    entry["coded_ns"] = sums.coded_ns;
-    totals.append(entry);
-  }
   py::list links;
   for (const LinkUse& use : trace.links()) links.append(py::make_tuple(use.bytes, use.busy_us));
   result["records"] = records;
-  result["totals"] = totals;
   result["links"] = links;
   return result;
 }

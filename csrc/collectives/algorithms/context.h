@@ -130,7 +130,7 @@ class CollectiveContext {
     uint64_t quiet_since = 0;
     for (int quiet = 0; !done();) {
       if (mesh_.progress(Lane::collective)) {
-        if (quiet > 0) timing().wait_ended(quiet_since, mesh_.moved_last(Lane::collective));
+        if (quiet > 0) timing().waited += ticks() - quiet_since;
         quiet = 0;
       } else {
         if (quiet == 0) quiet_since = ticks();

@@ -117,7 +117,6 @@ bool ChannelMesh::progress(Lane lane, int peer) {
   const Link& l = link(lane, peer);
   if (!l.pending() || !l.channel->progress()) return false;
   idles_[static_cast<int>(lane)] = 0;
-  moved_last_[static_cast<int>(lane)] = peer;
   return true;
 }
 

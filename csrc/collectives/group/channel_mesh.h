@@ -85,8 +85,6 @@ class ChannelMesh {
   /// Moves what can be moved now on one channel, or on all that have something under way.
   bool progress(Lane lane, int peer);
   bool progress(Lane lane);
-  /// The last peer with which bytes moved.
-  int moved_last(Lane lane) const { return moved_last_[static_cast<int>(lane)]; }
 
   /// One step of a wait in which nothing moved for the `quiet`th time: returns at once, then
   /// yields, then sleeps.
@@ -165,7 +163,6 @@ class ChannelMesh {
   std::vector<Link> links_[kLanes];
   std::vector<int> opened_[kLanes];  ///< peers in order of first use
   int yields_ = 0;
-  int moved_last_[kLanes] = {};
   int idles_[kLanes] = {};    ///< in a row on one transport while another was waited for as well
   uint64_t links_noted_ = 0;  ///< ticks
   OpTag running_;             ///< the last collective over channels

@@ -60,7 +60,7 @@ void Window::wait_long(int rank, uint32_t stage) {
     region_.rank_slot(rank).posted.sleep(done, driven ? kDriveEach : limit);
   };
   wait_until(pace_, ready, check, sleep);
-  if (timing_) timing_->wait_ended(since, member(rank));
+  if (timing_) timing_->waited += ticks() - since;
 }
 
 bool Window::has_completed(int rank) const {

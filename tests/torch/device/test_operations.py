@@ -417,7 +417,7 @@ def check_hand_over(rank: int, ranks: int, device: str) -> None:
         for parameter in model.parameters():
             momentum = integers(7, *parameter.shape).to(device)
             optimizer.state[parameter] = {"momentum_buffer": momentum}
-    assert elastic.hand_over(model, optimizer, has=rank == 0, chunk_bytes=4096) == 0
+    assert elastic.hand_over(model, optimizer, has=rank == 0) == 0
     assert model.weight.cpu().equal(integers(5, 21, 300))
     for parameter in model.parameters():
         momentum = optimizer.state[parameter]["momentum_buffer"]

@@ -31,6 +31,11 @@ from tests.torch.pool import on_ranks
 SMALL = 4096  # bytes of a chunk: the models here take many
 
 
+def chunks_of(nbytes: int) -> Any:
+    """Within it, messages have this size."""
+    return patch.object(transfer, "_CHUNK", nbytes)
+
+
 class Counter(nn.Module):
     """A module with an extra state, which is no tensor, and one which is."""
 
@@ -133,7 +138,8 @@ def give(rank: int, size: int, new: Sequence[int], optimizer: str, chunk: int) -
     held = [id(p) for p in model.parameters()]
     strides = [p.stride() for p in model.parameters()]
     cache = model.cache.clone()
-    source = elastic.hand_over(model, made, has=rank not in new, chunk_bytes=chunk)
+    with chunks_of(chunk):
+        source = elastic.hand_over(model, made, has=rank not in new)
     assert held == [id(p) for p in model.parameters()]
     assert strides == [p.stride() for p in model.parameters()]
     assert torch.equal(cache, model.cache)
@@ -190,7 +196,8 @@ def test_states_of_another_dtype_than_their_parameter_keep_it(rank, size):
     optimizer = Wide(model.parameters(), lr=0.5)
     if rank == 1:
         optimizer.step()
-    elastic.hand_over(model, optimizer, has=rank == 1, chunk_bytes=SMALL)
+    with chunks_of(SMALL):
+        elastic.hand_over(model, optimizer, has=rank == 1)
     assert optimizer.state[model.weight]["master"].dtype == torch.float32
     return digest(model, optimizer)
 
@@ -221,9 +228,8 @@ def test_a_member_that_joins_goes_on_with_the_others(rank, member, handles):
 # ------------------------------------------------------------------ what does not fit
 
 
-def changed(what: str, model: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
-    """Return model, optimizer and arguments of the rank that is unlike the others."""
-    options: dict[str, Any] = {"chunk_bytes": SMALL}
+def changed(what: str, model: Any) -> tuple[nn.Module, Any]:
+    """Return model and optimizer of the rank that is unlike the others."""
     kind: Any = torch.optim.AdamW
     if what == "shape":
         model.scalar = nn.Parameter(torch.zeros(2))
@@ -233,8 +239,6 @@ def changed(what: str, model: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
         model.another, model.small = model.small, None
     elif what == "tie":
         model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    elif what == "chunk":
-        options["chunk_bytes"] = 2 * SMALL
     elif what == "expanded":
         model.mask = torch.zeros(1, dtype=torch.bool).expand(1001)
     elif what == "optimizer":
@@ -249,7 +253,7 @@ def changed(what: str, model: Any) -> tuple[nn.Module, Any, dict[str, Any]]:
         optimizer.param_groups[0]["callback"] = lambda: None
     if what == "class":
         optimizer.param_groups[0]["callback"] = os.system
-    return model, optimizer, options
+    return model, optimizer
 
 
 UNLIKE = [  # what differs, the error on all ranks, its text, and the rank that is unlike the others
@@ -257,7 +261,6 @@ UNLIKE = [  # what differs, the error on all ranks, its text, and the rank that 
     ("dtype", "WireMismatch", "rank 0 has .*bfloat16.*rank 1 has .*float32", 1),
     ("name", "WireMismatch", "another", 1),
     ("tie", "WireMismatch", "which is embed.weight", 0),
-    ("chunk", "WireMismatch", "chunk_bytes=8192", 1),
     ("optimizer", "WireMismatch", r"adamw.AdamW.*adam.Adam", 2),
     ("groups", "WireMismatch", "group 0", 1),
     ("none", "WireMismatch", "no optimizer", 1),
@@ -272,10 +275,10 @@ UNLIKE = [  # what differs, the error on all ranks, its text, and the rank that 
 @on_ranks(3)
 def test_what_does_not_fit_is_told_on_all_before_sending(rank, size):
     for what, kind, text, who in UNLIKE:
-        model, optimizer, options = changed(what if rank == who else "", Net())
+        model, optimizer = changed(what if rank == who else "", Net())
         before = digest(model, optimizer)
         with pytest.raises(getattr(pycomm, kind), match=text) as raised:
-            elastic.hand_over(model, optimizer, has=rank == 0 and what != "nobody", **options)
+            elastic.hand_over(model, optimizer, has=rank == 0 and what != "nobody")
         assert type(raised.value).__name__ == kind, what
         assert str(raised.value).startswith(f"rank {rank}: ")
         assert digest(model, optimizer) == before
@@ -285,13 +288,8 @@ def test_what_does_not_fit_is_told_on_all_before_sending(rank, size):
 @on_ranks(2)
 def test_bad_arguments_raise_at_the_call(rank, size):
     model = nn.Linear(2, 2)
-    for wrong, given in (
-        (TypeError, {"has": 1}),
-        (TypeError, {"has": True, "optimizer": model}),
-        (TypeError, {"has": True, "chunk_bytes": "4096"}),
-        (ValueError, {"has": True, "chunk_bytes": 100}),
-    ):
-        with pytest.raises(wrong):
+    for given in ({"has": 1}, {"has": True, "optimizer": model}):
+        with pytest.raises(TypeError):
             elastic.hand_over(model, **given)
     with pytest.raises(TypeError):
         elastic.hand_over(model.parameters(), has=True)
@@ -330,8 +328,8 @@ def test_a_lost_member_is_told_and_the_others_are_as_before(rank, size, dies):
     dies = at_chunk(40, die) if rank == who else nullcontext()
     told = pytest.raises(pycomm.Error, match=f"rank {rank}: the hand-over of rank 0's")
     start = time.monotonic()
-    with dies, told as raised:
-        elastic.hand_over(model, optimizer, has=rank == 0, chunk_bytes=SMALL * 4)
+    with chunks_of(4 * SMALL), dies, told as raised:
+        elastic.hand_over(model, optimizer, has=rank == 0)
     assert time.monotonic() - start < 15, "long before the group's timeout of 20 s"
     assert isinstance(raised.value, pycomm.PeerLost)
     assert raised.value.rank == who
@@ -360,12 +358,12 @@ def test_a_rank_that_fails_holds_nobody_up(rank, size, who):
         match="" if rank == who else f"rank {who} has failed",
     )
     start = time.monotonic()
-    with fails, refused:
-        elastic.hand_over(model, has=rank == 0, chunk_bytes=SMALL)
+    with chunks_of(SMALL), fails, refused:
+        elastic.hand_over(model, has=rank == 0)
     assert time.monotonic() - start < 15, "long before the group's timeout of 20 s"
     assert equal(values(model), before)
     check_sum()
-    assert elastic.hand_over(model, has=rank == 0, chunk_bytes=SMALL) == 0
+    assert elastic.hand_over(model, has=rank == 0) == 0
     wanted = model.weight.detach().clone()
     dist.broadcast(wanted, 0)
     assert torch.equal(wanted, model.weight)
@@ -394,7 +392,7 @@ def test_a_sender_that_lies_is_refused(rank, size):
         packs = partialmethod(lie, transfer.Contents.pack, what)
         lies = patch.object(transfer.Contents, "pack", packs)
         with lies if rank == 0 else pytest.raises(pycomm.Error, match="another member has sent"):
-            assert elastic.hand_over(model, has=rank == 0, chunk_bytes=SMALL) == 0
+            assert elastic.hand_over(model, has=rank == 0) == 0
         assert equal(values(model), before)
         check_sum()
 

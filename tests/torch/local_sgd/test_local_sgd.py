@@ -323,7 +323,6 @@ def test_movements_are_weighted_by_their_tokens(rank, size, options):
     local.finish()
     want = torch.full_like(model.weight, (4 * 2 + 6 * 6) / 10)
     torch.testing.assert_close(model.weight.detach(), want, rtol=0, atol=1e-6)
-    assert local.weight == 4 + 2 * rank
     with pytest.raises(ValueError, match="pass step"):
         local.step()
     with pytest.raises(ValueError, match="weight=-1"):
@@ -387,6 +386,10 @@ def test_bad_options_are_refused_before_anything_is_sent(rank, size):
     ]:
         with pytest.raises(ValueError, match=why):
             pycomm.LocalSGD(nn.Linear(4, 4), every=8, **options)
+    for wide in (torch.float64, torch.complex128):
+        model = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=wide))])
+        with pytest.raises(ValueError, match="not in the float64 of 0: train them in float32"):
+            pycomm.LocalSGD(model, every=8)
     forms = (Blocking(), Streamed()), (Streamed(), Streamed(overlap=2))
     differ = [("exchange", form[rank]) for form in forms]
     for name, theirs in [("every", 8 + rank), ("weighted", rank == 1), *differ]:
@@ -432,10 +435,9 @@ def test_small_updates_add_up_with_momentum(pool, dtype):
 @on_ranks(2)
 @pytest.mark.parametrize("spec", ["fp32", "int8"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_wide_and_complex_parameters_are_averaged_exactly(rank, size, spec):
-    """64-bit and complex numbers are moved to their exact average."""
+def test_complex_parameters_are_averaged_exactly(rank, size, spec):
     generator = torch.Generator().manual_seed(rank)
-    dtypes = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+    dtypes = (torch.float32, torch.complex64)
 
     def numbers(dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(40, 70, generator=generator, dtype=dtype)
@@ -457,13 +459,7 @@ def test_wide_and_complex_parameters_are_averaged_exactly(rank, size, spec):
         # start - mean(start - end) rounds twice where mean(end) rounds once.
         eps = torch.finfo(dtype).eps
         torch.testing.assert_close(parameter.detach(), sum(end) / size, rtol=0, atol=16 * eps)
-    lines = local.state.summary()
-    assert "complex numbers travel exactly" in lines
-    assert "no codec takes float64" in lines
-    total = local.state.plan._total
-    assert total.payload_bytes == total.plain_bytes > 0  # nothing was coded
-    # Complex numbers are pairs of floats, and all travel in float64.
-    assert f"{8 * 6 * 2800 / 1e6:.3g} MB in a round" in local.summary()
+    assert "complex numbers travel exactly" in local.state.summary()
 
 
 # --------------------------------------------------------------------------- models
