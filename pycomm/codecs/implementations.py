@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -85,7 +85,7 @@ class Launcher(Protocol):
 class Native:
     """The native implementation: pycomm._C; cuda tensors use torch's current stream."""
 
-    launch: ClassVar[Launcher | None] = None
+    launch: Launcher | None = None
     """What starts the kernels that C++ describes; None: C++ does."""
 
     def encode(self, codec: CodecFunctions, args: EncodeArgs) -> None:
@@ -114,6 +114,13 @@ class Native:
             call(stream=current_stream(x.device) if x.is_cuda else None)
 
 
+class Launched(Native):
+    """The native implementation, whose kernels something else starts."""
+
+    def __init__(self, launch: Launcher) -> None:
+        self.launch = launch
+
+
 @cache
 def native_codec(spec: str) -> _C.Codec:
     """Return the C++ codec."""
@@ -133,8 +140,7 @@ def current_stream(device: torch.device) -> int:
 
 def nvrtc() -> Native:
     """Import NVRTC's launches when a codec first needs them: they need CuPy, and the codecs."""
-    kernels: Native = import_module("pycomm.codecs.cuda.nvrtc").Kernels()
-    return kernels
+    return Launched(import_module("pycomm.codecs.cuda.nvrtc").launch)
 
 
 def implementation(name: str, kind: str, device: str) -> Implementation:

@@ -17,20 +17,17 @@ import torch
 from pycomm import _C
 from pycomm.codecs.cuda.launches import Launch
 from pycomm.codecs.cuda.sources import check_library, compile_options, source
-from pycomm.codecs.implementations import Native, current_stream
 
 
-class Kernels(Native):
-    """The native implementation, whose kernels NVRTC compiles."""
-
-    def launch(self, launches: list[Launch], device: torch.device) -> None:
-        """Launch kernels, one after the other, on torch's current stream of a device."""
-        with cupy.cuda.Device(device.index), _stream(current_stream(device), device.index):
-            for each in launches:
-                # An array of one element is passed by value.
-                params = numpy.frombuffer(each.params, dtype=f"V{len(each.params)}")
-                kernel = _kernel(each.source, each.kernel, device.index)
-                kernel((each.blocks,), (_C.CUDA_THREADS,), (params,))
+def launch(launches: list[Launch], device: torch.device) -> None:
+    """Launch kernels, one after the other, on torch's current stream of a device."""
+    handle = torch.cuda.current_stream(device).cuda_stream
+    with cupy.cuda.Device(device.index), _stream(handle, device.index):
+        for each in launches:
+            # An array of one element is passed by value.
+            params = numpy.frombuffer(each.params, dtype=f"V{len(each.params)}")
+            kernel = _kernel(each.source, each.kernel, device.index)
+            kernel((each.blocks,), (_C.CUDA_THREADS,), (params,))
 
 
 @cache
