@@ -1,6 +1,6 @@
 // The table of options. From it come the fields of GroupOptions and Env (core/env.h), what is read
 // from the environment (core/env.cpp), the properties of the bindings, and `_C.OPTIONS`, from which
-// come the doctor's texts, the table in docs/api/backend.md and the stub pycomm/_C.pyi.
+// come the doctor's texts and the table in docs/api/backend.md.
 //
 //   OPTION(type, name, default, variable, check, ranks, acts, meaning, text of the default, page)
 //
