@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.util
+import importlib
 import runpy
 import sys
 from collections.abc import Sequence
@@ -107,9 +107,7 @@ def apply(options: Sequence[str]) -> None:
     given = parser.parse_args(options)
     rules = []
     for text in given.rule:
-        pattern, equals, spec = text.rpartition("=")
-        # A codec's options contain "=", too: "head.*=quant:bits=8".
-        pattern, equals, spec = text.partition("=") if ":" in pattern else (pattern, equals, spec)
+        pattern, _, spec = text.partition("=")  # "head.*=quant:bits=8": no name has a "="
         if not pattern or not spec:
             parser.error(f"--rule takes PATTERN=CODEC, not {text!r}")
         rules.append((pattern, spec))
@@ -209,13 +207,6 @@ def _compress_root(module: nn.Module, _: object) -> None:
 # ------------------------------------------------------------------------ scripts and modules
 
 
-def _is_found(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of a package around it
-        return False
-
-
 def main() -> None:
     """Entry point of ``python -m pycomm.run``."""
     options, words = split(sys.argv[1:])
@@ -226,10 +217,6 @@ def main() -> None:
         words = words[as_module:]
         if not words:
             raise ValueError("there is nothing to run: name a script, or a module after -m")
-        if not as_module and not Path(words[0]).is_file():
-            raise ValueError(f"there is no script {words[0]}")
-        if as_module and not _is_found(words[0]):
-            raise ValueError(f"-m {words[0]}: there is no such module")
     except (ValueError, Error) as error:
         _parser().print_usage(sys.stderr)
         print(f"pycomm.run: {error}", file=sys.stderr)

@@ -20,11 +20,9 @@ from contextvars import ContextVar
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from pycomm.errors import Error
 from pycomm.log import logger
 
 Make = Callable[..., tuple[Any, Any]]
@@ -52,7 +50,6 @@ def install(names: Iterable[str]) -> None:
 
     Raises:
         ValueError: a name cannot be taken over; the text says why.
-        Error: this version of torch makes its groups in another way.
     """
     wanted = [name.lower() for name in names]
     for name in wanted:
@@ -60,12 +57,7 @@ def install(names: Iterable[str]) -> None:
             raise ValueError(f"pycomm cannot answer for the backend {name!r}: {REFUSED[name]}")
         if not name.isidentifier():
             raise ValueError(f"{name!r} is not the name of a backend, such as gloo or nccl")
-    make: Make | None = getattr(c10d, "_new_process_group_helper", None)
-    if make is None:
-        raise Error(
-            f"torch {torch.__version__} makes process groups in a way that pycomm does not know: "
-            'backend names cannot be taken over, so ask for "pycomm" by name'
-        )
+    make: Make = c10d._new_process_group_helper
     if not hasattr(make, "_pycomm"):
         c10d._new_process_group_helper = _answering(make)
     if "nccl" in wanted and vars(c10d).get("default_pg_nccl_timeout") is None:
@@ -100,7 +92,8 @@ def _answering(make: Make) -> Make:
         if given == asked:
             return make(size, rank, ranks, backend, *args, **kwargs)
         for options in ("backend_options", "pg_options"):  # torch has renamed this argument
-            if kwargs.get(options) is not None and not _ours(kwargs[options]):
+            module = type(kwargs.get(options)).__module__
+            if kwargs.get(options) is not None and not module.startswith("pycomm."):
                 logger.info("takeover: %s of %s are left out", options, backend)
                 kwargs[options] = None
         text = ",".join(f"{device}:{name}" for device, name in given.items())
@@ -124,10 +117,6 @@ def _asked(backend: str) -> dict[str, str]:
         return {}
     config = c10d.BackendConfig(dist.Backend(text))
     return {device: str(name) for device, name in config.get_device_backend_map().items()}
-
-
-def _ours(options: Any) -> bool:
-    return type(options).__module__.partition(".")[0] == "pycomm"
 
 
 def _rename(

@@ -16,19 +16,13 @@ import threading
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pycomm import _C
 from pycomm.errors import Error
 from pycomm.folders import private
 
 __all__ = ["collect", "dump"]
-
-VERSION = "2.10"
-"""Version of the flight recorder's schema."""
-
-# torch's analyzer accepts the names of a few backends only; "pycomm" is not one of them.
-_BACKEND = "gloo"
 
 _SPENT = ("waited_ns", "coded_ns")  # by a completed collective; pycomm.monitor compares it
 
@@ -38,19 +32,13 @@ _writing = threading.Lock()
 Trace = dict[str, Any]
 
 
-class Traced(Protocol):
-    """A :class:`pycomm.Communicator`, or the backend of a process group."""
-
-    def trace(self) -> Trace:
-        """Return the trace, in the format of ``_C.traces()``."""
-
-
-def collect(group: Traced | None = None) -> dict[int, dict[str, Any]]:
+def collect(group: Any = None) -> dict[int, dict[str, Any]]:
     """Return the recent operations in the flight recorder's format, by global rank.
 
     Args:
-        group: one group; None: all groups of this process. Ranks that are threads of one process
-            are all in the result, otherwise it has one entry.
+        group: a :class:`pycomm.Communicator`, or the backend of a process group; None: all groups
+            of this process. Ranks that are threads of one process are all in the result, otherwise
+            it has one entry.
 
     Any thread may call this at any time, also while an operation hangs.
     """
@@ -61,7 +49,7 @@ def collect(group: Traced | None = None) -> dict[int, dict[str, Any]]:
     return {rank: _recording(traces) for rank, traces in sorted(by_rank.items())}
 
 
-def dump(path: str | os.PathLike[str] | None = None, *, group: Traced | None = None) -> list[Path]:
+def dump(path: str | os.PathLike[str] | None = None, *, group: Any = None) -> list[Path]:
     """Write the recent operations of this process to files.
 
     Args:
@@ -183,7 +171,7 @@ def _recording(traces: Iterable[Trace]) -> dict[str, Any]:
     for number, entry in enumerate(entries):
         entry["record_id"] = number
     result = {
-        "version": VERSION,
+        "version": "2.10",  # of the flight recorder's schema
         "comm_lib_version": "pycomm",
         "pg_config": groups,
         "pg_status": status,
@@ -213,7 +201,8 @@ def _entry(record: dict[str, Any], size: int) -> dict[str, Any]:
         "collective_seq_id": 0,
         "p2p_seq_id": 0,
         "op_id": record["id"],
-        "profiling_name": f"{_BACKEND}:{op}{'_v' if uneven and op != 'all_to_all' else ''}",
+        # torch's analyzer accepts the names of a few backends only; "pycomm" is not one of them.
+        "profiling_name": f"gloo:{op}{'_v' if uneven and op != 'all_to_all' else ''}",
         "time_created_ns": record["issued_ns"],
         "input_sizes": [[given]] if op != "recv" else [],
         "input_dtypes": [dtype] if op != "recv" else [],

@@ -125,3 +125,4 @@ def test_the_rank_whose_codec_is_slow_is_named():
     health = compare(run(3, job, **WAYS["window"]))
     assert health is not None
     assert (health.finding.rank, health.finding.cause) == (1, "codec")
+    assert "it encodes and decodes for" in health.finding.text
