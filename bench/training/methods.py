@@ -218,7 +218,6 @@ METHODS = (
         )
     ),
     Method("pycomm, PowerSGD rank 4", codec="powersgd:4"),
-    Method("pycomm, auto", codec="auto"),
     Method("Gloo, FSDP2", "gloo", sharded=True),
     Method("pycomm, FSDP2", sharded=True),
     Method("LocalSGD, fp32", local={"every": 15, "codec": "fp32", **DILOCO}),
