@@ -186,8 +186,6 @@ class Replay:
         self._arrived: dict[int, float] = {}
         self.sent = 0.0
         self.spans: list[StageTime] = []
-        self.noted = True
-        """Spans are kept of what each stream and the link do."""
         self._bucket = -1  # whose hook has run last in this step
         self._exchanges: dict[int, float] = {}  # when those that are not answered have begun
         self._ready = 0.0  # when that bucket was ready
@@ -208,7 +206,7 @@ class Replay:
         self._span("optimizer" if self._bucket < 0 else coding, end - seconds, end)
 
     def _span(self, stage: str, begin: float, end: float) -> None:
-        if self.noted and end > self._ready:  # else its kernel has no need of the bucket's values
+        if end > self._ready:  # else its kernel has no need of the bucket's values
             self.spans.append(StageTime(stage, self._bucket, max(begin, self._ready), end))
 
     def _take(self, kind: int, number: int, value: int) -> None:
@@ -271,8 +269,8 @@ class Modelled:
 def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) -> Modelled:
     """Return the step that repeats on links of so many bytes per second."""
     replay, ends = Replay(recorded, FULL * rate, scale), [0.0]
-    for number in range(repeats):
-        replay.sent, replay.noted = 0.0, number == repeats - 1
+    for _ in range(repeats):
+        replay.sent, replay.spans = 0.0, []
         ends.append(replay.step())
     since, until = ends[-2:]
     lanes = {"host": replay.host, "compute": replay.streams[COMPUTE], "out": replay.up}

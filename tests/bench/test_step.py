@@ -158,13 +158,6 @@ def test_the_check_passes(recorded, monkeypatch, capsys):
     assert command.main(words) == 0, capsys.readouterr().out
 
 
-def test_today_is_faster_than_before(step_of):
-    now, before = (step_of(("int4", "late", way)) for way in ("", "before"))
-    assert now.seconds < 0.8 * before.seconds
-    assert now.sent == before.sent
-    assert now.busy["wire"] > before.busy["wire"]
-
-
 def test_the_check_says_which_goals_do_not_hold(recorded, step_of):
     found = step_of(NOW)
     assert broken(recorded[NOW], found.seconds, found.seconds) == []
