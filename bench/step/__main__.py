@@ -17,8 +17,8 @@ and the ratio to it. C is forward and backward, `first` the time until the first
 namespaces, pycomm paces its own sockets; other backends then need a lab.
 
 `--stand-in` models the step of a GPU on a virtual clock (stand_in.py), from a checkout: nothing
-runs on one. Its parts are launches, copies and Python calls of a bucket, waits of the host in a
-step, and the share of the step in which each stage is busy.
+runs on one. Its parts are launches, copies and Python calls of a bucket, and waits of the host in a
+step; `--trace` has when each stage is busy.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +148,6 @@ class Lane:
 
     free: float = 0.0
     """When it has done all that it was given."""
-    spans: list[tuple[float, float]] = field(default_factory=list)
-    """Begin and end of each of its tasks that takes time."""
 
     def take(self, seconds: float, *after: float) -> float:
         """Add a task, which begins when the lane is free and all else has happened; return its end.
@@ -158,15 +156,8 @@ class Lane:
             seconds: of the task.
             after: times before which it cannot begin.
         """
-        begin = max((self.free, *after))
-        self.free = begin + seconds
-        if seconds > 0:
-            self.spans.append((begin, self.free))
+        self.free = max((self.free, *after)) + seconds
         return self.free
-
-    def busy(self, since: float, until: float) -> float:
-        """Return the seconds between two times in which it did something."""
-        return sum(max(0.0, min(end, until) - max(begin, since)) for begin, end in self.spans)
 
 
 class Replay:
@@ -260,8 +251,6 @@ class Modelled:
 
     seconds: float
     sent: float
-    busy: dict[str, float]
-    """Share of the step in which each stage did something."""
     spans: list[StageTime]
     """The stages of each bucket."""
 
@@ -273,15 +262,10 @@ def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) ->
         replay.sent, replay.spans = 0.0, []
         ends.append(replay.step())
     since, until = ends[-2:]
-    lanes = {"host": replay.host, "compute": replay.streams[COMPUTE], "out": replay.up}
-    lanes |= {"wire": replay.link, "in": replay.down}
-    busy = {name: lane.busy(since, until) / (until - since) for name, lane in lanes.items()}
-    sides = [lane for number, lane in replay.streams.items() if number != COMPUTE]
-    busy["coding"] = sum(lane.busy(since, until) for lane in sides) / (until - since)
     spans = [
         StageTime(s.stage, s.bucket, s.begin - since, s.end - since) for s in joined(replay.spans)
     ]
-    return Modelled(until - since, replay.sent, busy, spans)
+    return Modelled(until - since, replay.sent, spans)
 
 
 def small(config: Config) -> Config:
@@ -392,7 +376,6 @@ class ModelledSteps:
             wrong = goals if carrier == "ordered" else []
             self.broken += [f"{name} at {rate}: {one}" for one in wrong]
             words = [f"{key}:{value:g}" for key, value in recorded.summary().items()]
-            words += [f"{key}:{value:.0%}" for key, value in found.busy.items()]
             told = name + ", late carrier" * (carrier == "late")
             method = Method(f"stand-in, {told}", "stand-in", codec=name)
             row = replace(

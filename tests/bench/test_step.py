@@ -194,4 +194,3 @@ def test_a_lane_does_one_thing_after_the_other():
     assert lane.take(1.0, 0.5) == 3.0
     assert lane.take(1.0, 5.0, 4.0) == 6.0
     assert lane.take(0.0, 7.0) == 7.0
-    assert lane.busy(1.0, 5.5) == 2.5
