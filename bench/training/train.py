@@ -54,14 +54,10 @@ _GPT = Config(width=768, heads=12, layers=12, context=1024, batch=4, vocabulary=
 MODELS = {
     "tiny": Config(layers=1, width=32, heads=2, context=8, batch=2, vocabulary=300),
     "demo": Config(),
-    "demo-1e-3": Config(learning_rate=1e-3),  # the sweep of learning rates
-    "demo-3e-3": Config(learning_rate=3e-3),
-    "demo-4e-3": Config(learning_rate=4e-3),
     "demo-2000": Config(steps=2000, evaluate_every=100, warmup=100),
     "25m": Config(layers=8, width=512, heads=8, batch=4, steps=160, learning_rate=6e-4),
     "124m": _GPT,
     "201m": replace(_GPT, width=1024, heads=16),
-    "350m": replace(_GPT, layers=24, width=1024, heads=16),
 }
 
 
