@@ -35,8 +35,8 @@ from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.jobs import Failed, ask
 from pycomm.bench.lab.namespaces import Netlab
 from pycomm.bench.lab.wan import lab_of, round_trip
+from pycomm.bench.ops.backends import coded_run
 from pycomm.bench.ops.operations import OPERATIONS, make_case
-from pycomm.bench.ops.torch_backends import coded_run
 
 CODEC = "quant:bits=8"
 CODED = "_int8"
@@ -85,12 +85,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         for row in run(options):
             report.add(row)
-    except (Failed, ValueError) as error:
-        print(f"python -m pycomm.bench links: {error}", file=sys.stderr)
-        return 2
-    except LabUnavailable as error:
-        what = "the lab cannot be made here"
-        print(f"python -m pycomm.bench links: {what}: {error}", file=sys.stderr)
+    except (Failed, LabUnavailable, ValueError) as error:
+        what = "the lab cannot be made here: " * isinstance(error, LabUnavailable)
+        print(f"python -m pycomm.bench links: {what}{error}", file=sys.stderr)
         return 2
     return 0
 
@@ -210,7 +207,7 @@ def time_calls(
         for name, group in groups.items():
             x, y = case.buffers()
             if not operation.endswith(CODED):
-                call = op.torch(dist, group, case, x, y)
+                call = op.torch(group, case, x, y)
             elif name == "pycomm":
                 call = coded_run(group, case, x, y, CODEC)
             else:

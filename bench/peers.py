@@ -20,7 +20,7 @@ import itertools
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm.bench.common import arguments, report, tables
+from pycomm.bench.common.harness import record
 from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab.base import Lab, Paced
 from pycomm.bench.lab.jobs import Failed, ask
@@ -49,9 +50,8 @@ EVERY = 32  # local steps between averages, for all that average parameters
 
 @dataclass(frozen=True)
 class Peer:
-    """A row of the table."""
+    """A row of the table: a method, whose label is the system's name."""
 
-    name: str
     method: Method
     lines: int
     """Lines changed or added in a script with DistributedDataParallel."""
@@ -60,13 +60,11 @@ class Peer:
     """Steps after which communication repeats: times are means over so many."""
     environment: dict[str, str] = field(default_factory=dict)
 
-    def version(self) -> str:
-        """Return the packages with their versions.
-
-        Raises:
-            PackageNotFoundError: one is not installed.
-        """
-        return " ".join(f"{name} {importlib.metadata.version(name)}" for name in self.packages)
+    def row(self, kind: str) -> dict[str, Any]:
+        """Return a row without measurements."""
+        row = dict.fromkeys(("kind", "system", "version", "lines", "rate", "delay_ms"), "")
+        row |= dict.fromkeys(("ms", "bytes", "curve", "broke"), "")
+        return row | {"kind": kind, "system": self.method.label, "lines": str(self.lines)}
 
 
 def deepspeed(net: nn.Module, lr: float) -> System:
@@ -154,35 +152,24 @@ def _adamw(net: nn.Module, lr: float) -> torch.optim.AdamW:
     return torch.optim.AdamW(net.parameters(), lr, (0.9, 0.95))
 
 
+AVERAGED = {"every": EVERY, "codec": "int4"}
 PEERS = (
-    Peer("DDP on Gloo, fp32", Method("", "gloo"), 0),
-    Peer("torch's fp16 hook", Method("", "gloo", hook="fp16"), 1),
+    Peer(Method("DDP on Gloo, fp32", "gloo"), 0),
+    Peer(Method("torch's fp16 hook", "gloo", hook="fp16"), 1),
+    # In one bucket: with more its chained collectives start in different orders on Gloo.
+    Peer(Method("torch's PowerSGD", "gloo", hook="powersgd:1:10", bucket_mb=ONE_BUCKET), 2),
     Peer(
-        "torch's PowerSGD",
-        # In one bucket: with more its chained collectives start in different orders on Gloo.
-        Method("", "gloo", hook="powersgd:1:10", bucket_mb=ONE_BUCKET),
-        2,
-    ),
-    Peer(
-        "DeepSpeed ZeRO 2",
-        Method("", "gloo", system=deepspeed),
+        Method("DeepSpeed ZeRO 2", "gloo", system=deepspeed),
         6,
         ("deepspeed",),
         environment={"DS_ACCELERATOR": "cpu"},
     ),
-    Peer("detonation DeMo", Method("", "gloo", system=detonation), 5, ("detonation",)),
-    Peer(
-        "torchft DiLoCo", Method("", "gloo", system=torchft_diloco), 14, ("torchft",), every=EVERY
-    ),
-    Peer("pycomm, exact", Method(""), 1),
-    Peer("pycomm, int4", Method("", codec="int4"), 2),
-    Peer("pycomm, coded momentum, top-k 1 %", Method("", momentum=TOP_1), 2),
-    Peer(
-        "pycomm, LocalSGD int4",
-        Method("", local={"every": EVERY, "codec": "int4"}),
-        3,
-        every=EVERY,
-    ),
+    Peer(Method("detonation DeMo", "gloo", system=detonation), 5, ("detonation",)),
+    Peer(Method("torchft DiLoCo", "gloo", system=torchft_diloco), 14, ("torchft",), EVERY),
+    Peer(Method("pycomm, exact"), 1),
+    Peer(Method("pycomm, int4", codec="int4"), 2),
+    Peer(Method("pycomm, coded momentum, top-k 1 %", momentum=TOP_1), 2),
+    Peer(Method("pycomm, LocalSGD int4", local=AVERAGED), 3, every=EVERY),
 )
 
 
@@ -206,49 +193,41 @@ def measured(lab: Lab, peer: Peer, config: Config) -> list[dict[str, float]]:
 # ------------------------------------------------------------------------ measurements
 
 
-def losses(peers: Iterable[Peer]) -> Iterator[dict[str, Any]]:
-    """Train each system once, without a limit."""
-    for peer in peers:
-        row = blank("loss", peer)
-        try:
-            row["version"] = peer.version()
-            with Paced(RANKS, UNLIMITED) as lab:
-                rows = measured(lab, peer, replace(CONFIG, extra=CONFIG.steps // 4))
-            judged = [r for r in rows if "held_out" in r]
-            row["curve"] = " ".join(f"{r['step']:g}:{r['held_out']:.6f}" for r in judged)
-        except importlib.metadata.PackageNotFoundError as error:
-            row["broke"] = f'{error}: pip install "pycomm[peers]"'
-        except Failed as error:
-            row["broke"] = last_line(error)
-        yield row
+def losses(peer: Peer) -> dict[str, Any]:
+    """Train a system once, without a limit."""
+    row = peer.row("loss")
+    try:
+        found = (f"{name} {importlib.metadata.version(name)}" for name in peer.packages)
+        row["version"] = " ".join(found)
+        with Paced(RANKS, UNLIMITED) as lab:
+            rows = measured(lab, peer, replace(CONFIG, extra=CONFIG.steps // 4))
+        judged = [r for r in rows if "held_out" in r]
+        row["curve"] = " ".join(f"{r['step']:g}:{r['held_out']:.6f}" for r in judged)
+    except importlib.metadata.PackageNotFoundError as error:
+        row["broke"] = f'{error}: pip install "pycomm[peers]"'
+    except Failed as error:
+        row["broke"] = last_line(error)
+    return row
 
 
-def steps(peers: Iterable[Peer], rate: str, delay: float) -> Iterator[dict[str, Any]]:
-    """Let each system take steps on one link.
+def steps(peer: Peer, rate: str, delay: float) -> dict[str, Any]:
+    """Let a system take steps on one link.
 
     Raises:
         LabUnavailable: there are no network namespaces here.
     """
-    for peer in peers:
-        row = blank("step", peer) | {"rate": rate, "delay_ms": f"{delay:g}"}
-        settle, count = (SETTLE, STEPS) if peer.every == 1 else (peer.every, 2 * peer.every)
-        config = replace(CONFIG, steps=settle + count, evaluate_every=settle + count)
-        try:
-            with lab_of(RANKS, f"{rate}@{delay:g}ms" if delay else rate) as lab:
-                rows = measured(lab, peer, config)
-            first, last = rows[settle - 1], rows[-1]
-            mean = {name: (last[name] - first[name]) / count for name in ("seconds", "sent")}
-            row |= {"ms": f"{1e3 * mean['seconds']:.2f}", "bytes": f"{mean['sent']:.0f}"}
-        except Failed as error:
-            row["broke"] = last_line(error)
-        yield row
-
-
-def blank(kind: str, peer: Peer) -> dict[str, Any]:
-    """Return a row without measurements."""
-    row = dict.fromkeys(("kind", "system", "version", "lines", "rate", "delay_ms"), "")
-    row |= dict.fromkeys(("ms", "bytes", "curve", "broke"), "")
-    return row | {"kind": kind, "system": peer.name, "lines": str(peer.lines)}
+    row = peer.row("step") | {"rate": rate, "delay_ms": f"{delay:g}"}
+    settle, count = (SETTLE, STEPS) if peer.every == 1 else (peer.every, 2 * peer.every)
+    config = replace(CONFIG, steps=settle + count, evaluate_every=settle + count)
+    try:
+        with lab_of(RANKS, f"{rate}@{delay:g}ms" if delay else rate) as lab:
+            rows = measured(lab, peer, config)
+        first, last = rows[settle - 1], rows[-1]
+        mean = {name: (last[name] - first[name]) / count for name in ("seconds", "sent")}
+        row |= {"ms": f"{1e3 * mean['seconds']:.2f}", "bytes": f"{mean['sent']:.0f}"}
+    except Failed as error:
+        row["broke"] = last_line(error)
+    return row
 
 
 COLUMNS = (
@@ -273,69 +252,63 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse(argv)
     output = Report(COLUMNS, options)
     output.header()
-    peers, broken = [p for p in PEERS if re.search(options.peers, p.name)], set()
-    for row in losses(peers):
+    peers = [peer for peer in PEERS if re.search(options.peers, peer.method.label)]
+    whole = []
+    for peer in peers:
+        row = losses(peer)
         output.add(row)
-        broken |= {row["system"]} if row["broke"] else set()
-    whole = [peer for peer in peers if peer.name not in broken]
-    for delay, rate in itertools.product(options.delays, options.rates):
-        for row in steps(whole, rate, delay):
-            output.add(row)
-    print(markdown([{k: str(v) for k, v in row.items()} for row in output.records()]))
+        if not row["broke"]:
+            whole.append(peer)
+    for delay, rate, peer in itertools.product(options.delays, options.rates, whole):
+        output.add(steps(peer, rate, delay))
+    rows = (record(row, output.origin) for row in output.rows)
+    print(markdown([{k: str(v) for k, v in row.items()} for row in rows]))
     return 0
 
 
 # ------------------------------------------------------------------------ seconds to the loss
 
-REFERENCE = PEERS[0].name
+REFERENCE = PEERS[0].method.label
 
 
-def link(row: tables.Row) -> tuple[str, str]:
-    return row["rate"], row["delay_ms"]
-
-
-def seconds_to_loss(rows: Sequence[tables.Row]) -> dict[Any, float | None]:
-    """Return the seconds to the reference's loss, by system and link; None: never, or broken."""
-    rows = tables.newest(rows, "kind", "system", "rate", "delay_ms")
+def seconds_to_loss(rows: Sequence[tables.Row]) -> dict[tuple[str, tuple[str, str]], float]:
+    """Return the seconds to the reference's loss, by system and link, of systems that reach it."""
     curves = {r["system"]: tables.parse_curve(r["curve"]) for r in rows if r["curve"]}
     if REFERENCE not in curves:
         return {}
     target = curves[REFERENCE][CONFIG.steps]
     counts = {name: steps_to_loss([curve], target) for name, curve in curves.items()}
-    found: dict[Any, float | None] = {}
-    for row in rows:
-        if row["kind"] == "step":
-            count = counts.get(row["system"])
-            known = count is not None and row["ms"]
-            found[row["system"], link(row)] = count * float(row["ms"]) / 1e3 if known else None
-    return found
-
-
-def links_of(rows: Sequence[tables.Row]) -> list[tuple[str, str]]:
-    """Return the links of the rows' steps, by their round trip and then by their rate."""
-    links = {link(row) for row in rows if row["kind"] == "step"}
-    return sorted(links, key=lambda place: (float(place[1]), parse_rate(place[0])[0]))
+    return {
+        (row["system"], (row["rate"], row["delay_ms"])): count * float(row["ms"]) / 1e3
+        for row in rows
+        if row["ms"] and (count := counts.get(row["system"])) is not None
+    }
 
 
 def markdown(rows: Sequence[tables.Row]) -> str:
-    """Return the table of seconds to the loss, with the times of the first in each column bold."""
+    """Return the table of seconds to the loss, with the times of the first in each column bold.
+
+    Of rows of one system on one link the newest counts.
+    """
+    rows = tables.newest(rows, "kind", "system", "rate", "delay_ms")
     found = seconds_to_loss(rows)
-    links = links_of(rows)
-    best = {}
-    for place in links:
-        times = [t for (_, where), t in found.items() if where == place and t is not None]
-        best[place] = min(times, default=None)
-    names = [f"{rate}, {delay} ms" for rate, delay in links]
+    links = {(row["rate"], row["delay_ms"]) for row in rows if row["kind"] == "step"}
+    links = sorted(links, key=lambda place: (float(place[1]), parse_rate(place[0])[0]))
+    best = {
+        place: min((t for (_, at), t in found.items() if at == place), default=None)
+        for place in links
+    }
     broken = any(row["broke"] for row in rows)
+    names = [f"{rate}, {delay} ms" for rate, delay in links]
     head = ["system", "lines", *names, "MB a step", *["what broke"] * broken]
     lines = []
     for name in dict.fromkeys(row["system"] for row in rows):
-        mine = tables.newest([r for r in rows if r["system"] == name], "kind", "rate", "delay_ms")
+        mine = [row for row in rows if row["system"] == name]
         cells = []
         for place in links:
             seconds = found.get((name, place))
-            text = "" if seconds is None else f"{seconds:.1f}"
-            cells.append(f"**{text}**" if text and seconds == best[place] else text or "-")
+            text = "-" if seconds is None else f"{seconds:.1f}"
+            cells.append(f"**{text}**" if seconds == best[place] is not None else text)
         sent = [float(r["bytes"]) for r in mine if r["bytes"]]
         cells.append(f"{min(sent) / 1e6:.3f}" if sent else "-")
         why = "; ".join(dict.fromkeys(r["broke"] for r in mine if r["broke"]))

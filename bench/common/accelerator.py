@@ -6,7 +6,6 @@ It is a GPU of NVIDIA, "cuda". In tests it is the stand-in device, which has a p
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 import pycomm
+from pycomm.bench.common import harness
 from pycomm.doctor.gpu import has_mps
 from pycomm.env import given
 
@@ -34,18 +34,10 @@ def api() -> Any:
     return torch.get_device_module(kind())
 
 
-def output(*words: str) -> str:
-    """Return what a command prints; "unknown" if it fails."""
-    try:
-        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-
-
 def driver() -> str:
     """Return the version of NVIDIA's driver."""
     words = "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-    return output(*words).partition("\n")[0]
+    return harness.output(*words).partition("\n")[0] or "unknown"
 
 
 def describe() -> str:

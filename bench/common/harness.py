@@ -208,19 +208,19 @@ def _value(column: Field[Any], text: str) -> str | int | float:
     return text if kind is None else kind(text)
 
 
+def output(*words: str) -> str:
+    """Return what a command prints; empty if it fails."""
+    try:
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
 @cache
 def _commit() -> str:
     """Return the checkout's commit, with a + if it has changes; empty outside a checkout."""
-    try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-            cwd=Path(__file__).parent,
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
+    here = "git", "-C", str(Path(__file__).parent)
+    return output(*here, "describe", "--always", "--dirty=+", "--exclude=*")
 
 
 @cache

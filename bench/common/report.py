@@ -85,10 +85,6 @@ class Report:
         if not self.quiet:
             print(text, flush=True)
 
-    def records(self) -> list[dict[str, Any]]:
-        """Return all rows, with their origin."""
-        return [record(row, self.origin) for row in self.rows]
-
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
     """Return a Markdown table; all columns but the first `left` are right-aligned numbers."""

@@ -19,7 +19,6 @@ def in_turns(
     calls: Mapping[Name, Callable[[], object]],
     count: int,
     *,
-    turn: int = 1,
     settle: int = 1,
     clock: Callable[[], float] = time.perf_counter,
     before: Callable[[Name], object] = lambda _: None,
@@ -32,24 +31,22 @@ def in_turns(
     Args:
         calls: the peers, by name.
         count: timed calls of each.
-        turn: timed calls that a peer makes back to back in its turn.
-        settle: calls at the beginning of a turn that do not count: they bring the ranks into step,
-            and the peer's memory back into the caches.
+        settle: calls before each that do not count: they bring the ranks into step, and the peer's
+            memory back into the caches.
         clock: in seconds.
         before, after: called with the name at the ends of each turn, untimed.
     """
     samples: dict[Name, list[float]] = {name: [] for name in calls}
     gc.disable()
     try:
-        for start in range(0, count, turn):
+        for _ in range(count):
             for name, call in calls.items():
                 before(name)
                 for _ in range(settle):
                     call()
-                for _ in range(min(turn, count - start)):
-                    begin = clock()
-                    call()
-                    samples[name].append(clock() - begin)
+                begin = clock()
+                call()
+                samples[name].append(clock() - begin)
                 after(name)
     finally:
         gc.enable()

@@ -37,7 +37,7 @@ import torch
 
 from pycomm import triton_kernels
 from pycomm.bench.common import accelerator, arguments, tables
-from pycomm.bench.common.harness import Origin
+from pycomm.bench.common.harness import Origin, output
 from pycomm.bench.gpu import checks
 from pycomm.bench.gpu.tasks import KINDS, SPECS, TIMED, GpuRow, table
 from pycomm.codecs.cuda.sources import include_folder
@@ -66,22 +66,13 @@ class GpuRun:
     """The results so far.
 
     Args:
-        folder: of the CSV files.
-        machine: columns that are equal in all rows.
-        minutes: until the end of the run.
         options: of the command line.
+        machine: columns that are equal in all rows.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        machine: dict[str, Any],
-        minutes: float,
-        options: argparse.Namespace | None = None,
-    ) -> None:
-        self.folder, self.machine = folder, machine
-        self.options = options or parse([])
-        self.end = self.deadline = time.monotonic() + 60 * minutes
+    def __init__(self, options: argparse.Namespace, machine: dict[str, Any]) -> None:
+        self.options, self.machine, self.folder = options, machine, options.results
+        self.end = self.deadline = time.monotonic() + 60 * options.minutes
         self.problems: list[str] = []
         self.unfinished = False
         """The stage has left something for another run."""
@@ -150,7 +141,7 @@ def this_machine(command: str) -> dict[str, Any]:
         except ImportError:
             return "none"
 
-    release = re.search(r"release ([\d.]+)", accelerator.output("nvcc", "--version"))
+    release = re.search(r"release ([\d.]+)", output("nvcc", "--version"))
     here = Origin.here(command)
     here = replace(here, device=accelerator.api().get_device_name(), torch=torch.__version__)
     return asdict(replace(here, pycomm=here.pycomm or "staged")) | {
@@ -185,8 +176,8 @@ def kernels(run: GpuRun) -> None:
 
 
 def contract(run: GpuRun) -> None:
-    for suite in checks.ranks():
-        run.check(suite)
+    for file in checks.RANKS:
+        run.check(checks.Suite(Path(file).stem, [file]))
     for part in checks.PARTS:
         for kind in run.options.kinds:
             run.check(checks.contract(kind, part))
@@ -253,7 +244,7 @@ def main(argv: list[str]) -> int:
         return 2
     machine = this_machine(" ".join(["python", "-m", "pycomm.bench.gpu", *argv]))
     machine |= {"sources": sources()}
-    run = GpuRun(options.results, machine, options.minutes, options)
+    run = GpuRun(options, machine)
     ran: list[str] = []
     left: list[str] = []
     for name in options.stages:

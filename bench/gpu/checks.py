@@ -17,7 +17,6 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO
 
 from pycomm.bench.common import accelerator
@@ -25,6 +24,7 @@ from pycomm.bench.common import accelerator
 CONTRACT = "tests/codecs/test_contract.py"
 CONVERT = "tests/codecs/test_convert.py"
 RANKS = ("tests/collectives/device/test_gpu.py", "tests/torch/device/test_cuda.py")
+"""of collectives, and of DDP and FSDP2, with several ranks on one GPU"""
 SANITIZERS = ("memcheck", "racecheck")
 SANITIZED = "test_alignment_does_not_matter"  # each codec's kernels, once or twice
 PARTS = ("topk", "eden", "sign", "lossless", "mx", "nvfp4", "int", "fp", "others")
@@ -58,11 +58,6 @@ def contract(kind: str, part: str) -> Suite:
     split = ["-n", str(cores)] if cores > 1 and importlib.util.find_spec("xdist") else []
     tests = f"{kind}-{accelerator.kind()}{of_part(part)}"
     return Suite(f"contract {kind} {part}", [CONTRACT, CONVERT, "-k", tests, *split])
-
-
-def ranks() -> list[Suite]:
-    """Return suites for collectives, and for DDP and FSDP2, with several ranks on one GPU."""
-    return [Suite(Path(file).stem, [file]) for file in RANKS if Path(file).exists()]
 
 
 def sanitizer() -> str:

@@ -12,12 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
 
 from pycomm.bench.lab import busy_cores, subreaper
 from pycomm.bench.lab.rates import UNLIMITED
 
 Rank = subprocess.Popen[bytes]
+Kind = TypeVar("Kind", bound="Lab")
 GRACE = 3.0  # seconds that a rank gets to end after SIGTERM
 
 
@@ -49,13 +50,9 @@ class Lab(ABC):
         self._ranks: list[Rank] = []
         self._busy: Rank | None = None
 
-    @abstractmethod
     def wrap(self, node: int) -> list[str]:
         """Return the command prefix that runs a command on a node."""
-
-    @abstractmethod
-    def traffic(self) -> list[Traffic]:
-        """Return the traffic of each interface of each node; empty if it is not counted."""
+        return []
 
     @abstractmethod
     def describe(self) -> str:
@@ -138,7 +135,7 @@ class Lab(ABC):
         """End the ranks and remove the nodes."""
         self.stop()
 
-    def __enter__(self) -> Lab:
+    def __enter__(self: Kind) -> Kind:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -151,12 +148,6 @@ class Paced(Lab):
     interface = "lo"
     master = "127.0.0.1"
     congestion = "of the system"
-
-    def wrap(self, node: int) -> list[str]:
-        return []
-
-    def traffic(self) -> list[Traffic]:
-        return []
 
     def describe(self) -> str:
         if self.rate == UNLIMITED:

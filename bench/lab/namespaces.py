@@ -141,6 +141,7 @@ class Netlab(Lab):
         return {"PYCOMM_HOST_ID": f"node{node}"}
 
     def traffic(self) -> list[Traffic]:
+        """Return the traffic of each interface of each node."""
         found = []
         for node, holder in enumerate(self._holders[1:]):
             counts = interface_counts(holder.pid)

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -122,20 +123,15 @@ class WanLab(Netlab):
         for node in range(self.nodes):
             self._bring_up(link, node, "mtu 1500 txqueuelen 4000")
 
-    def _say(self, line: str) -> None:
-        assert self._link is not None
-        assert self._link.stdin is not None
-        try:
-            self._link.stdin.write(line + "\n")
-            self._link.stdin.flush()
-        except BrokenPipeError:  # its answer, or the lack of one, tells
-            pass
-
     def _ask(self, line: str) -> str:
-        self._say(line)
-        assert self._link is not None
-        assert self._link.stdout is not None
-        return self._link.stdout.readline().strip()
+        link = self._link
+        assert link is not None
+        assert link.stdin is not None
+        assert link.stdout is not None
+        with suppress(BrokenPipeError):  # its answer, or the lack of one, tells
+            link.stdin.write(line + "\n")
+            link.stdin.flush()
+        return link.stdout.readline().strip()
 
     def describe(self) -> str:
         s = self.shape

@@ -7,6 +7,7 @@ python -m pycomm.bench codecs --codec int8,int4:block=64 -b 4M -e 4M
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -92,38 +93,34 @@ def time_calls(runs: dict[str, Run]) -> dict[str, list[float]]:
     return {name: [1e6 * sample for sample in times] for name, times in samples.items()}
 
 
-def row(spec: str, op: str, size: int, times: Sequence[float], copy: float) -> Row:
-    """Return the row for a codec's call, relative to `copy`, GB/s of memcpy."""
-    err, wire_bytes = coded.one_coding(spec, size // 4, 0)
-    p50 = quantile(times, 0.5)
-    rate = size / p50 / 1e3
-    return Row(
-        kind="codec",
-        op=op,
-        backend="native",
-        ranks=1,
-        size=size,
-        count=size // 4,
-        type="float32",
-        codec=spec,
-        iterations=len(times),
-        time_p50=p50,
-        time_p99=quantile(times, 0.99),
-        algbw=rate,
-        copybw=copy,
-        of_copy=rate / copy,
-        ratio=size / wire_bytes,
-        err=err,
-        wire_bytes=wire_bytes,
-    )
-
-
-def measure(spec: str, size: int, report: Report) -> None:
+def measure(spec: str, size: int) -> Iterator[Row]:
+    """Yield the row of each of a codec's calls, relative to memcpy."""
     calls = Calls(_C.Codec(spec), size // 4)
     samples = time_calls(calls.runs)
     copy = size / quantile(samples.pop("copy"), 0.5) / 1e3
+    err, wire_bytes = coded.one_coding(spec, size // 4, 0)
     for op, times in samples.items():
-        report.add(row(spec, op, size, times, copy))
+        p50 = quantile(times, 0.5)
+        rate = size / p50 / 1e3
+        yield Row(
+            kind="codec",
+            op=op,
+            backend="native",
+            ranks=1,
+            size=size,
+            count=size // 4,
+            type="float32",
+            codec=spec,
+            iterations=len(times),
+            time_p50=p50,
+            time_p99=quantile(times, 0.99),
+            algbw=rate,
+            copybw=copy,
+            of_copy=rate / copy,
+            ratio=size / wire_bytes,
+            err=err,
+            wire_bytes=wire_bytes,
+        )
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -155,7 +152,7 @@ def main(argv: Sequence[str]) -> int:
     with _on_one_core():
         origin = report.origin
         report.header(f"codecs on one core of {origin.device}, {origin.simd}", origin.command)
-        for size in sizes:
-            for spec in chosen:
-                measure(spec, size, report)
+        for size, spec in itertools.product(sizes, chosen):
+            for row in measure(spec, size):
+                report.add(row)
     return 0

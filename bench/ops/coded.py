@@ -6,6 +6,7 @@ the error is compared with the codec's own loss, and all ranks must agree.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pycomm import _C
-from pycomm.bench.ops.cases import Case
+from pycomm.bench.ops.operations import Case
 
 SAMPLE = 1 << 16  # values on which a codec's loss is estimated, besides those of the case
 SLACK = 1.5  # ratio between the losses of two samples
@@ -38,10 +39,9 @@ def inputs(case: Case, rank: int) -> Tensor:
 
 
 def expected(case: Case) -> Tensor:
-    """Return the exact result on this rank, in float64."""
-    every = [inputs(case, rank).double() for rank in range(case.ranks)]
-    mean = torch.stack(every).mean(0)
-    return case.part(mean, case.rank) if case.op.name == "reduce_scatter" else mean
+    """Return the exact result on this rank, in float64: reductions average."""
+    average = replace(case, redop="avg")
+    return case.op.expected(average, lambda rank: inputs(case, rank).double())
 
 
 @cache

@@ -14,6 +14,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from pycomm import _C
 from pycomm.bench.common import accelerator, arguments
 from pycomm.bench.common.harness import format_size
@@ -21,9 +23,8 @@ from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab.base import Paced, wait
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.ops import backends, coded
-from pycomm.bench.ops.cases import ALIASES, DTYPES, REDUCTIONS
 from pycomm.bench.ops.measure import Rank
-from pycomm.bench.ops.operations import OPERATIONS
+from pycomm.bench.ops.operations import ALIASES, DTYPES, OPERATIONS, REDUCTIONS
 from pycomm.env import env
 from pycomm.stores import at_master
 
@@ -105,8 +106,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("-p", "--ranks", "-g", "--ngpus", type=count, default=2, metavar="N", help=what)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the buffers are (cpu)")
     on_device = ", ".join(backends.ON_DEVICE)
-    what = f"of {', '.join(backends.NAMES)}; they take turns (pycomm); on cuda of {on_device} (all)"
-    kind = arguments.some_of("backend", dict.fromkeys((*backends.NAMES, *backends.ON_DEVICE)))
+    what = (
+        f"of {', '.join(backends.ON_CPU)}; they take turns (pycomm); on cuda of {on_device} (all)"
+    )
+    kind = arguments.some_of("backend", dict.fromkeys((*backends.ON_CPU, *backends.ON_DEVICE)))
     add("--backend", type=kind, metavar="NAME,...", help=what)
     what = "none,int8,topk:0.01 and so on; each is a row of every backend of ours (none)"
     add("--codec", type=arguments.codecs, default="none", metavar="CODEC,...", help=what)
@@ -114,9 +117,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--explain", action="store_true", help=what)
     arguments.add_csv(parser)
     options = parser.parse(argv)
-    known: Sequence[str] = backends.ON_DEVICE if options.device == "cuda" else backends.NAMES
-    usual = backends.usual() if options.device == "cuda" else ["pycomm"]
-    options.backend = options.backend or usual
+    known: Sequence[str] = backends.ON_DEVICE if options.device == "cuda" else backends.ON_CPU
+    if not options.backend:
+        usual = backends.ON_DEVICE if options.device == "cuda" else ["pycomm"]
+        nccl = torch.distributed.is_nccl_available()
+        options.backend = [name for name in usual if nccl or "nccl" not in name]
     if strange := [name for name in options.backend if name not in known]:
         parser.error(f"--backend {strange[0]} is not for --device {options.device}")
     options.sizes = arguments.checked_sizes(parser, options)

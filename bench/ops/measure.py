@@ -20,8 +20,7 @@ from pycomm.bench.common.harness import Row
 from pycomm.bench.common.report import Report
 from pycomm.bench.common.timing import calls_within, in_turns, quantile
 from pycomm.bench.ops import backends, coded
-from pycomm.bench.ops.cases import BackendCalls, Case, Run
-from pycomm.bench.ops.operations import OPERATIONS, make_case
+from pycomm.bench.ops.operations import OPERATIONS, Case, Run, make_case
 from pycomm.communicator import Communicator
 
 SECONDS = 0.5  # time budget of the slowest backend at one size, unless -n is given
@@ -33,7 +32,7 @@ BOOT = Path("/proc/sys/kernel/random/boot_id")  # differs from machine to machin
 class Variant:
     """A backend with a codec, at one size: the unit that is timed in turns."""
 
-    backend: BackendCalls
+    backend: backends.Backend
     codec: str
     spec: str
     case: Case
@@ -57,8 +56,8 @@ class Rank:
         self.options, self.rank, self.ranks = options, rank, ranks
         # Collects the clocks of all ranks, in a separate group that works beside any backend.
         self.control = Communicator(store, rank, ranks, group="bench-control")
-        given = options.backend, store, rank, ranks
-        self.backends = backends.connect(*given, cuda=options.device == "cuda")
+        place = store, rank, ranks, options.device
+        self.backends = [backends.connect(name, *place) for name in options.backend]
         self.specs = {codec: arguments.core_spec(codec) for codec in options.codec}
         self._cores = os.sched_getaffinity(0)
         self._pin()
@@ -247,7 +246,7 @@ class Rank:
             iterations=len(variant.samples),
             time_p50=p50,
             time_p99=quantile(variant.samples, 0.99),
-            time_device=variant.backend.event_time(variant.run),
+            time_device=variant.run.time() if isinstance(variant.run, backends.TimedRun) else None,
             algbw=rate / ratio,
             busbw=rate / ratio * case.op.bus_factor(self.ranks),
             effbw=rate,

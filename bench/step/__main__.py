@@ -17,8 +17,8 @@ and the ratio to it. C is forward and backward, `first` the time until the first
 namespaces, pycomm paces its own sockets; other backends then need a lab.
 
 `--stand-in` models the step of a GPU on a virtual clock (stand_in.py), from a checkout: nothing
-runs on one. Its parts are launches, copies and Python calls of a bucket, waits of the host in a
-step, and the share of the step in which each stage is busy.
+runs on one. Its parts are launches, copies and Python calls of a bucket, and waits of the host in a
+step; `--trace` has when each stage is busy.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ NAMES = {
     "sign": Method("", momentum="sign"),
 }
 """The methods by name; sign travels as the momentum of CodedAdamW."""
+ALONE = Method("alone", "none")
+"""A step whose hook sends nothing."""
 OF_TORCH = ("exact", "bf16", "fp16", "powersgd:4", "int4")
 """Those of backends that are not pycomm's."""
 GPU_ONLY = "bf16"  # torch's hook refuses CPUs, which have the one of fp16
@@ -138,46 +140,42 @@ def steps(
     if not methods:
         return
     on_gpu, ranks = device != "cpu", options.nodes * per_node
-    by_label = {method.label: method for method in methods}
+    by_label = {method.label: method for method in [ALONE, *methods]}
     shared = accelerator.sharing(ranks) if on_gpu else ""
     where = ", ".join(filter(None, [f"tcp ({lab.congestion})", shared]))
     paces: list[Pace] = []
 
-    def blank(method: Method) -> Row:
-        row = describe("step", name, parameters(config), method, ranks)
-        return replace(row, rate=rate, connection=where)
-
     def heard(answer: dict[str, Any]) -> None:
-        if answer["method"] == "alone":
-            parts = answer["parts"]
-            compute = parts["forward"] + parts["backward"]
-            paces.append(Pace(answer["first"], compute, parts["optimizer"], answer["last"]))
-            alone = blank(Method("alone", "none"))
-            row = replace(alone, seconds=statistics.median(answer["seconds"]))
-            parts["first"] = answer["first"]
-        else:
-            row = row_of(by_label[answer["method"]], answer)
-        told = " ".join(f"{part}:{1e3 * value:.1f}" for part, value in answer["parts"].items())
-        count, memory = len(answer["seconds"]), answer["memory"]
-        add(replace(row, steps=count, memory=memory, parts=told))
-
-    def row_of(method: Method, answer: dict[str, Any]) -> Row:
+        method, parts = by_label[answer["method"]], answer["parts"]
         middle = statistics.fmean if method.local else statistics.median
         seconds = middle(answer["seconds"])
-        sent = scale * statistics.median(answer["sent"])
-        wire = wire_seconds(sent, speed) if speed else None
-        bound = paces[0].bound(wire) if wire is not None and not method.local else None
-        ratio = seconds / bound if bound else None
-        if options.compute:  # the share of the time in which a step computes
-            bound, ratio = None, options.compute / seconds
-        return replace(
-            blank(method),
+        sent = wire = bound = ratio = None
+        if method is ALONE:
+            compute = parts["forward"] + parts["backward"]
+            paces.append(Pace(answer["first"], compute, parts["optimizer"], answer["last"]))
+            parts["first"] = answer["first"]
+        else:
+            sent = scale * statistics.median(answer["sent"])
+            wire = wire_seconds(sent, speed) if speed else None
+            if options.compute:  # the share of the time in which a step computes
+                ratio = options.compute / seconds
+            elif wire is not None and not method.local:
+                bound = paces[0].bound(wire)
+                ratio = seconds / bound
+        row = replace(
+            describe("step", name, parameters(config), method, ranks),
+            rate=rate,
+            connection=where,
+            steps=len(answer["seconds"]),
             seconds=seconds,
             wire_bytes=sent,
             wire_seconds=wire,
             bound=bound,
             ratio=ratio,
+            memory=answer["memory"],
+            parts=" ".join(f"{part}:{1e3 * value:.1f}" for part, value in parts.items()),
         )
+        add(row)
 
     with lab:
         jobs.ask(

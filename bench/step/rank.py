@@ -43,20 +43,6 @@ class Clock:
             torch.accelerator.synchronize(self.device)
         return time.perf_counter()
 
-    def mark(self) -> Any:
-        """Return this moment of the current stream, for `between`."""
-        if self.device.type == "cpu":
-            return time.perf_counter()
-        event = accelerator.api().Event(enable_timing=True)
-        event.record()
-        return event
-
-    def between(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two marks that the device has passed."""
-        if self.device.type == "cpu":
-            return float(end - begin)
-        return float(begin.elapsed_time(end)) / 1e3
-
     def memory(self, *, begins: bool = False) -> int:
         """Return the most bytes that were allocated since `begins`; on the CPU, since the start."""
         if self.device.type == "cpu":
@@ -149,11 +135,12 @@ def alone(
 ) -> dict[str, Any]:
     """Return the steps of DDP with a hook that sends nothing, and their parts. Collective."""
     stepper = Stepper(config, Method("alone"), net, group, clock, 0.0)
-    sizes: list[int] = []
-    marks: list[Any] = []  # moments of the current stream: when a step and each bucket are ready
+    sizes: list[int] = []  # of buckets; while it is empty the next one is a step's first
+    ready: list[float] = []
 
     def hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        marks.append(clock.mark())
+        if not sizes:
+            ready.append(clock())
         sizes.append(bucket.buffer().numel())
         future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         future.set_result(bucket.buffer())
@@ -161,18 +148,16 @@ def alone(
 
     assert isinstance(stepper.model, DistributedDataParallel)
     stepper.model.register_comm_hook(None, hook)
-    seconds = in_turns({"": stepper.step}, 4 * SETTLE, settle=SETTLE, turn=4 * SETTLE, clock=clock)
+    seconds = in_turns({"": stepper.step}, 5 * SETTLE, settle=0, clock=clock)[""][SETTLE:]
     parts = stepper.parts()
     first = []
     for _ in range(PARTS):
-        clock()
         sizes.clear()
-        marks[:] = [clock.mark()]
+        begin = clock()
         stepper.step()
-        clock()
-        first.append(clock.between(*marks[:2]))
-    shape = {"first": statistics.median(first), "last": sizes[-1] / sum(sizes), "buckets": sizes}
-    return {"seconds": seconds[""], "memory": clock.memory(), "parts": parts, **shape}
+        first.append(ready[-1] - begin)
+    shape = {"first": statistics.median(first), "last": sizes[-1] / sum(sizes)}
+    return {"seconds": seconds, "memory": clock.memory(), "parts": parts, **shape}
 
 
 def agreed_count(steps: float) -> int:
@@ -180,13 +165,6 @@ def agreed_count(steps: float) -> int:
     count = torch.tensor([max(2, min(40, round(steps)))])
     dist.broadcast(count, 0)
     return int(count)
-
-
-def settle_steps(method: Method) -> int:
-    """Return how many steps a method takes to settle: `auto` has to try codecs first."""
-    if method.local:
-        return int(method.local["every"])
-    return 330 if method.codec.startswith("auto") else SETTLE
 
 
 def time_methods(
@@ -229,8 +207,8 @@ def time_methods(
         clock.memory(begins=True)
         stepper = Stepper(config, method, net, group, clock, compute)
         every = method.local.get("every", 1)
-        begin = settle_steps(method) - 1
-        (last,) = in_turns({"": stepper.step}, 1, settle=begin, clock=clock)[""]
+        begin = method.local.get("every", SETTLE)
+        (last,) = in_turns({"": stepper.step}, 1, settle=begin - 1, clock=clock)[""]
         timed = agreed_count(turn_seconds / last / every) * every
         dist.barrier()
         before = wire_bytes(group)

@@ -21,7 +21,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -148,8 +148,6 @@ class Lane:
 
     free: float = 0.0
     """When it has done all that it was given."""
-    spans: list[tuple[float, float]] = field(default_factory=list)
-    """Begin and end of each of its tasks that takes time."""
 
     def take(self, seconds: float, *after: float) -> float:
         """Add a task, which begins when the lane is free and all else has happened; return its end.
@@ -158,15 +156,8 @@ class Lane:
             seconds: of the task.
             after: times before which it cannot begin.
         """
-        begin = max((self.free, *after))
-        self.free = begin + seconds
-        if seconds > 0:
-            self.spans.append((begin, self.free))
+        self.free = max((self.free, *after)) + seconds
         return self.free
-
-    def busy(self, since: float, until: float) -> float:
-        """Return the seconds between two times in which it did something."""
-        return sum(max(0.0, min(end, until) - max(begin, since)) for begin, end in self.spans)
 
 
 class Replay:
@@ -186,8 +177,6 @@ class Replay:
         self._arrived: dict[int, float] = {}
         self.sent = 0.0
         self.spans: list[StageTime] = []
-        self.noted = True
-        """Spans are kept of what each stream and the link do."""
         self._bucket = -1  # whose hook has run last in this step
         self._exchanges: dict[int, float] = {}  # when those that are not answered have begun
         self._ready = 0.0  # when that bucket was ready
@@ -208,7 +197,7 @@ class Replay:
         self._span("optimizer" if self._bucket < 0 else coding, end - seconds, end)
 
     def _span(self, stage: str, begin: float, end: float) -> None:
-        if self.noted and end > self._ready:  # else its kernel has no need of the bucket's values
+        if end > self._ready:  # else its kernel has no need of the bucket's values
             self.spans.append(StageTime(stage, self._bucket, max(begin, self._ready), end))
 
     def _take(self, kind: int, number: int, value: int) -> None:
@@ -262,8 +251,6 @@ class Modelled:
 
     seconds: float
     sent: float
-    busy: dict[str, float]
-    """Share of the step in which each stage did something."""
     spans: list[StageTime]
     """The stages of each bucket."""
 
@@ -271,19 +258,14 @@ class Modelled:
 def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) -> Modelled:
     """Return the step that repeats on links of so many bytes per second."""
     replay, ends = Replay(recorded, FULL * rate, scale), [0.0]
-    for number in range(repeats):
-        replay.sent, replay.noted = 0.0, number == repeats - 1
+    for _ in range(repeats):
+        replay.sent, replay.spans = 0.0, []
         ends.append(replay.step())
     since, until = ends[-2:]
-    lanes = {"host": replay.host, "compute": replay.streams[COMPUTE], "out": replay.up}
-    lanes |= {"wire": replay.link, "in": replay.down}
-    busy = {name: lane.busy(since, until) / (until - since) for name, lane in lanes.items()}
-    sides = [lane for number, lane in replay.streams.items() if number != COMPUTE]
-    busy["coding"] = sum(lane.busy(since, until) for lane in sides) / (until - since)
     spans = [
         StageTime(s.stage, s.bucket, s.begin - since, s.end - since) for s in joined(replay.spans)
     ]
-    return Modelled(until - since, replay.sent, busy, spans)
+    return Modelled(until - since, replay.sent, spans)
 
 
 def small(config: Config) -> Config:
@@ -394,7 +376,6 @@ class ModelledSteps:
             wrong = goals if carrier == "ordered" else []
             self.broken += [f"{name} at {rate}: {one}" for one in wrong]
             words = [f"{key}:{value:g}" for key, value in recorded.summary().items()]
-            words += [f"{key}:{value:.0%}" for key, value in found.busy.items()]
             told = name + ", late carrier" * (carrier == "late")
             method = Method(f"stand-in, {told}", "stand-in", codec=name)
             row = replace(

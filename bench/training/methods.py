@@ -12,9 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import pycomm
 from pycomm.local_sgd import Streamed
-
-HOOKS = ("fp16", "bf16", "powersgd:RANK[:FIRST_STEP]", "fp16-powersgd:RANK")
 
 
 @dataclass
@@ -54,7 +53,7 @@ class Method:
     small: str = ""
     """With `momentum` or `local`: the codec of parameters of one dimension; empty: exact."""
     hook: str = ""
-    """One of torch's own communication hooks, as in `HOOKS`."""
+    """One of torch's own: fp16, bf16, powersgd:RANK[:FIRST_STEP], fp16-powersgd:RANK."""
     bucket_mb: float = 25.0
     """DDP's bucket_cap_mb; its default is 25."""
     sgd: bool = False
@@ -87,63 +86,57 @@ class Method:
             group: a group of this method's backend; None: the default group.
             sync: let DDP broadcast rank 0's parameters first.
             fused: torch's AdamW is the fused one.
-
-        Raises:
-            ValueError: an unknown hook.
         """
-        import pycomm
-
         if self.system is not None:
             return self.system(net, lr)
         lr *= self.rate
+        model = net
         if self.sharded:
             device = next(net.parameters()).device.type
             mesh = None if group is None else dist.DeviceMesh.from_group(group, device)
             for part in (*net.blocks, net):
                 fully_shard(part, mesh=mesh, reshard_after_forward=False)
-        if self.sharded or self.local:
-            adamw = torch.optim.AdamW(net.parameters(), lr, betas, fused=fused)
-            return self._local_sgd(net, adamw, group) if self.local else System(net, adamw)
-        model = DistributedDataParallel(
-            net,
-            process_group=group,
-            gradient_as_bucket_view=True,
-            bucket_cap_mb=self.bucket_mb,
-            init_sync=sync,
-        )
-        if self.codec:
-            feedback = {"": True, "none": False}.get(self.feedback, self.feedback)
-            pycomm.compress(model, self.codec, feedback=feedback)
-        if self.hook:
-            _torch_hook(model, self.hook, group)
+        elif not self.local:
+            model = DistributedDataParallel(
+                net,
+                process_group=group,
+                gradient_as_bucket_view=True,
+                bucket_cap_mb=self.bucket_mb,
+                init_sync=sync,
+            )
+            if self.codec:
+                feedback = {"": True, "none": False}.get(self.feedback, self.feedback)
+                pycomm.compress(model, self.codec, feedback=feedback)
+            if self.hook:
+                _torch_hook(model, self.hook, group)
+        optimizer = self._optimizer(model, lr, betas, fused=fused)
+        if not self.local:
+            return System(model, optimizer)
+        options = dict(self.local)
+        if self.small:
+            rules = (pycomm.Rule(codec=self.small, max_dims=1),)
+            options["codec"] = pycomm.Policy(options["codec"], rules=rules, guard=None)
+        local = pycomm.LocalSGD(net, process_group=group, **options)
+        optimizer.register_step_post_hook(lambda *_: local.step())
+        return System(net, optimizer, finish=local.finish)
+
+    def _optimizer(
+        self, model: nn.Module, lr: float, betas: tuple[float, float], *, fused: bool
+    ) -> torch.optim.Optimizer:
         parameters = model.parameters()
         if self.sgd and self.momentum:
-            coded = pycomm.CodedSGD(parameters, lr, betas[0], model=model, codec=self.momentum)
-            return System(model, coded)
+            return pycomm.CodedSGD(parameters, lr, betas[0], model=model, codec=self.momentum)
         if self.sgd:
-            return System(model, torch.optim.SGD(parameters, lr, betas[0]))
+            return torch.optim.SGD(parameters, lr, betas[0])
         if not self.momentum:
-            return System(model, torch.optim.AdamW(parameters, lr, betas, fused=fused))
+            return torch.optim.AdamW(parameters, lr, betas, fused=fused)
         policy = pycomm.Policy.of(self.momentum)
         if self.small:
             rule = pycomm.Rule(codec=self.small, max_dims=1, reason="norms and biases")
             policy = replace(policy, rules=(rule, *policy.rules))
         feedback = self.feedback or "residual"
         options = {"model": model, "codec": policy, "feedback": feedback}
-        return System(model, pycomm.CodedAdamW(parameters, lr, betas, **options))
-
-    def _local_sgd(
-        self, net: nn.Module, adamw: torch.optim.Optimizer, group: dist.ProcessGroup | None
-    ) -> System:
-        import pycomm
-
-        options = dict(self.local)
-        if self.small:
-            rules = (pycomm.Rule(codec=self.small, max_dims=1),)
-            options["codec"] = pycomm.Policy(options["codec"], rules=rules, guard=None)
-        local = pycomm.LocalSGD(net, process_group=group, **options)
-        adamw.register_step_post_hook(lambda *_: local.step())
-        return System(net, adamw, finish=local.finish)
+        return pycomm.CodedAdamW(parameters, lr, betas, **options)
 
 
 def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGroup | None) -> None:
@@ -151,8 +144,6 @@ def _torch_hook(model: DistributedDataParallel, text: str, group: dist.ProcessGr
     if name in ("fp16", "bf16"):
         model.register_comm_hook(group, getattr(default_hooks, f"{name}_compress_hook"))
         return
-    if name not in ("powersgd", "fp16-powersgd"):
-        raise ValueError(f"unknown hook {text!r}: use one of {', '.join(HOOKS)}")
     state = powerSGD_hook.PowerSGDState(
         process_group=group,
         matrix_approximation_rank=int(rank),
@@ -217,7 +208,6 @@ METHODS = (
             ("top-k 1 %", TOP_1),
         )
     ),
-    Method("pycomm, auto", codec="auto"),
     Method("Gloo, FSDP2", "gloo", sharded=True),
     Method("pycomm, FSDP2", sharded=True),
     Method("LocalSGD, fp32", local={"every": 15, "codec": "fp32", **DILOCO}),

@@ -24,7 +24,8 @@ from pycomm.bench.common.harness import Row
 from pycomm.bench.common.report import markdown
 from pycomm.bench.training.methods import TOP_1, Method
 from pycomm.bench.training.results import describe, loss, pairs
-from pycomm.bench.training.tasks import TASKS, Task, batch, rate
+from pycomm.bench.training.tasks import TASKS, Task, batch
+from pycomm.bench.training.train import schedule
 
 KIND = "suite"
 EXACT = "exact"
@@ -66,7 +67,9 @@ def train(task: Task, method: Method, seed: int) -> tuple[float, int]:
     bare = task.model()
     trained = [p for p in bare.parameters() if p.requires_grad]
     system = method.start(bare, task.rate, (0.9, 0.95))
-    scheduler = torch.optim.lr_scheduler.LambdaLR(system.optimizer, lambda step: rate(task, step))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        system.optimizer, lambda step: schedule(step, task.steps, task.steps // 20, task.least)
+    )
     for step in range(task.steps):
         inputs, targets = batch(task, seed, step, dist.get_rank())
         task.loss(system.model(inputs), targets).backward()

@@ -7,7 +7,6 @@ sources.
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -31,7 +30,6 @@ class Task:
     """One kind of training."""
 
     name: str
-    about: str
     model: Callable[[], nn.Module]
     """Makes the model, with torch's current seed."""
     batch: Callable[[torch.Generator, int], Batch]
@@ -41,7 +39,7 @@ class Task:
     """Of a rank and step."""
     steps: int = 400
     rate: float = 2e-3
-    """AdamW's largest learning rate; it falls to `least` of it by a cosine."""
+    """AdamW's largest learning rate, after a short warm-up; a cosine leads to `least` of it."""
     least: float = 0.1
     clip: float = 0.0
     """Bound of the gradients' norm; 0: none."""
@@ -49,15 +47,6 @@ class Task:
     """Samples."""
     kept_back: bool = True
     """No constant was chosen on it (docs/policy.md, Constants)."""
-
-
-def rate(task: Task, step: int) -> float:
-    """Return the factor of the learning rate at a step, from 0: a short warm-up, then a cosine."""
-    warm = max(1, task.steps // 20)
-    if step < warm:
-        return (step + 1) / warm
-    done = (step - warm) / max(1, task.steps - warm)
-    return task.least + (1 - task.least) * 0.5 * (1 + math.cos(math.pi * done))
 
 
 _HELD_OUT = 2**32 - 1
@@ -295,7 +284,6 @@ _BY_LETTERS = Config(layers=1, width=64, heads=4, context=32, vocabulary=128)
 
 _COLUMNS = Task(
     "columns",
-    "regression on features of scale 0.03 to 30, weights [out, in]",
     lambda: _perceptron(nn.Linear),
     _regression(_spread(1000)),
     F.mse_loss,
@@ -303,7 +291,6 @@ _COLUMNS = Task(
 )
 _CONVOLUTION = Task(
     "convolution",
-    "images, by convolutions with batch norms",
     Convolutions,
     _images,
     F.cross_entropy,
@@ -319,13 +306,11 @@ TASKS = {
         replace(
             _COLUMNS,
             name="rows",
-            about="the same, weights [in, out]",
             model=lambda: _perceptron(Transposed),
         ),
-        replace(_COLUMNS, name="even", about="the same on features of one scale", batch=_EVEN),
+        replace(_COLUMNS, name="even", batch=_EVEN),
         Task(
             "lstm",
-            "letters, by an LSTM",
             Recurrent,
             _text(_letters, 24),
             _next_token,
@@ -337,7 +322,6 @@ TASKS = {
         ),
         Task(
             "words",
-            "8,192 words, by a transformer",
             lambda: Transformer(_BY_WORDS),
             _text(lambda: _words(_WORDS), 24),
             _next_token,
@@ -347,7 +331,6 @@ TASKS = {
         ),
         Task(
             "letters",
-            "letters, by a transformer, 5,000 steps to a rate of 0",
             lambda: Transformer(_BY_LETTERS),
             _text(_letters, 32),
             _next_token,
@@ -360,16 +343,14 @@ TASKS = {
         replace(
             _CONVOLUTION,
             name="tuned",
-            about="reversed images, at a small rate, by convolutions that know the others",
             model=_trained,
             batch=_reversed,
             rate=1e-4,
             kept_back=True,
         ),
-        Task("vae", "images, by a variational autoencoder", Autoencoder, _images, _evidence),
+        Task("vae", Autoencoder, _images, _evidence),
         Task(
             "experts",
-            "regression by 16 experts, of which many are idle",
             Experts,
             _EVEN,
             F.mse_loss,
@@ -378,14 +359,12 @@ TASKS = {
         replace(
             _CONVOLUTION,
             name="head",
-            about="images, by a head over a frozen body",
             model=_frozen,
             kept_back=True,
         ),
         replace(
             _COLUMNS,
             name="clipped",
-            about="the regression of columns in large batches, gradients clipped",
             batch=_regression(_spread(30)),
             samples=256,
             steps=200,

@@ -54,14 +54,10 @@ _GPT = Config(width=768, heads=12, layers=12, context=1024, batch=4, vocabulary=
 MODELS = {
     "tiny": Config(layers=1, width=32, heads=2, context=8, batch=2, vocabulary=300),
     "demo": Config(),
-    "demo-1e-3": Config(learning_rate=1e-3),  # the sweep of learning rates
-    "demo-3e-3": Config(learning_rate=3e-3),
-    "demo-4e-3": Config(learning_rate=4e-3),
     "demo-2000": Config(steps=2000, evaluate_every=100, warmup=100),
     "25m": Config(layers=8, width=512, heads=8, batch=4, steps=160, learning_rate=6e-4),
     "124m": _GPT,
     "201m": replace(_GPT, width=1024, heads=16),
-    "350m": replace(_GPT, layers=24, width=1024, heads=16),
 }
 
 
@@ -174,12 +170,12 @@ def wire_bytes(group: dist.ProcessGroup | None = None) -> int:
     return backend.wire_bytes if backend else 0
 
 
-def schedule(step: int, config: Config) -> float:
-    """Return the learning rate factor: linear warm-up, then a cosine to a tenth, which stays."""
-    if step < config.warmup:
-        return (step + 1) / config.warmup
-    done = min(1.0, (step - config.warmup) / max(1, config.steps - config.warmup))
-    return 0.55 + 0.45 * math.cos(math.pi * done)
+def schedule(step: int, steps: int, warmup: int, least: float = 0.1) -> float:
+    """Return the learning rate's factor: a linear warm-up, then a cosine to one that stays."""
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return (1 + least) / 2 + (1 - least) / 2 * math.cos(math.pi * done)
 
 
 def train(
@@ -200,7 +196,7 @@ def train(
     net = Transformer(config).to(device)
     system = method.start(net, config.learning_rate, (config.beta1, 0.95), group)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        system.optimizer, lambda step: schedule(step, config)
+        system.optimizer, lambda step: schedule(step, config.steps, config.warmup)
     )
     text, held_out = (part.to(device) for part in standard_library())
     data = batches(text, config, dist.get_rank(), dist.get_world_size())

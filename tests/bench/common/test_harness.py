@@ -37,14 +37,13 @@ def test_peers_take_turns_and_only_timed_calls_count():
     clock = iter(range(100))
     found = in_turns(
         {name: lambda name=name: said.append(name) for name in "ab"},
-        3,
-        turn=2,
+        2,
         clock=lambda: next(clock),
         before=lambda name: said.append(f"<{name}"),
         after=lambda name: said.append(f"{name}>"),
     )
-    assert " ".join(said) == "<a a a a a> <b b b b b> <a a a a> <b b b b>"
-    assert found == {"a": [1, 1, 1], "b": [1, 1, 1]}
+    assert " ".join(said) == "<a a a a> <b b b b> <a a a a> <b b b b>"
+    assert found == {"a": [1, 1], "b": [1, 1]}
 
 
 def test_the_command_of_a_row_names_no_checkout():

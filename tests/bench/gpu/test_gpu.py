@@ -105,7 +105,7 @@ def test_a_process_that_fails_or_hangs_is_told(monkeypatch, tmp_path, does, says
     (tmp_path / "doing.py").write_text(f"import os, sys, time\n{does}")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(gpu, "TASKS", "doing")
-    run = gpu.GpuRun(tmp_path, MACHINE, minutes=5)
+    run = gpu.GpuRun(gpu.parse(["--results", str(tmp_path)]), MACHINE)
     assert run.begin(1 / 60)  # a stage's own
     run.time("native", [4])
     assert run.problems == says

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,8 @@ from pycomm.bench.__main__ import main
 from pycomm.bench.common import arguments, harness
 from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.ops import codecs, coded, collectives, measure
-from pycomm.bench.ops.cases import DTYPES, REDUCTIONS, BackendCalls
-from pycomm.bench.ops.operations import OPERATIONS, make_case
-from pycomm.bench.ops.torch_backends import coded_run
+from pycomm.bench.ops.backends import Core, coded_run
+from pycomm.bench.ops.operations import DTYPES, OPERATIONS, REDUCTIONS, make_case
 from pycomm.communicator import Communicator
 from pycomm.env import env
 from tests.ranks import run_processes
@@ -38,12 +38,6 @@ def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def read(path: Path) -> list[dict]:
     return [asdict(row) for row in harness.read_rows(path, harness.Row)]
-
-
-def rows_of(tmp_path, *arguments: str) -> list[dict]:
-    outcome = bench(*arguments, "-n", "10", "--csv", str(tmp_path / "out.csv"))
-    assert outcome.returncode == 0, outcome.stderr
-    return read(tmp_path / "out.csv")
 
 
 # Benchmarks by a name, in sets that run one after another in the same ranks: to start ranks takes
@@ -106,42 +100,42 @@ for name, words in json.loads(sys.argv[1]).items():
 """
 
 
-class Played:
-    """The sets that tests have asked for, each of which has run once."""
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory):
+    """Run a set once; return its folder, and what its ranks have printed."""
 
-    def __init__(self, new_folder) -> None:
-        self._new_folder = new_folder
-        self._done: dict[str, tuple[Path, str]] = {}
+    @cache
+    def of(name: str) -> tuple[Path, str]:
+        ranks, variables, benchmarks = SETS[name]
+        folder = tmp_path_factory.mktemp("set")
+        words = "-c", RANK, json.dumps(benchmarks)
+        return folder, launch(*words, folder=folder, ranks=ranks, **variables)
 
-    def _of(self, name: str) -> tuple[Path, str]:
-        if name not in self._done:
-            ranks, variables, benchmarks = SETS[name]
-            folder = self._new_folder("set")
-            words = "-c", RANK, json.dumps(benchmarks)
-            self._done[name] = folder, launch(*words, folder=folder, ranks=ranks, **variables)
-        return self._done[name]
+    return of
 
-    def rows(self, name: str, benchmark: str) -> list[dict]:
-        folder, text = self._of(name)
+
+@pytest.fixture(scope="module")
+def rows_of(printed):
+    """Return the rows of a benchmark in a set."""
+
+    def read_rows_of(name: str, benchmark: str) -> list[dict]:
+        folder, text = printed(name)
         error = folder / f"{benchmark}.error"
         assert not error.exists(), f"{error.read_text()}\n{text}"
         return read(folder / f"{benchmark}.csv")
 
-    def printed(self, name: str) -> str:
-        return self._of(name)[1]
-
-
-@pytest.fixture(scope="module")
-def played(tmp_path_factory) -> Played:
-    return Played(tmp_path_factory.mktemp)
+    return read_rows_of
 
 
 @pytest.mark.parametrize(("ranks", "factor"), [(2, 1.0), (3, 4 / 3)])
-def test_all_reduce_rows(tmp_path, played, ranks, factor):
+def test_all_reduce_rows(tmp_path, rows_of, ranks, factor):
     if ranks == 2:  # whose ranks the program starts itself
-        rows = rows_of(tmp_path, "all_reduce", "-b", "8", "-e", "5000", "-f", "16", "-p", "2")
+        words = f"all_reduce -b 8 -e 5000 -f 16 -p 2 -n 10 --csv {tmp_path}/out.csv"
+        outcome = bench(*words.split())
+        assert outcome.returncode == 0, outcome.stderr
+        rows = read(tmp_path / "out.csv")
     else:
-        rows = played.rows("three ranks", "all_reduce")
+        rows = rows_of("three ranks", "all_reduce")
     assert [row["size"] for row in rows] == [8, 128, 2048]  # as nccl-tests: no size is larger
     for row in rows:
         assert (row["kind"], row["op"], row["backend"]) == ("time", "all_reduce", "pycomm")
@@ -155,24 +149,24 @@ def test_all_reduce_rows(tmp_path, played, ranks, factor):
 
 
 @pytest.mark.parametrize("dtype", ["half", "bfloat16"])
-def test_codecs_take_16_bit_floats(played, dtype):
-    none, int4 = played.rows("two ranks", f"codecs of {dtype}")
+def test_codecs_take_16_bit_floats(rows_of, dtype):
+    none, int4 = rows_of("two ranks", f"codecs of {dtype}")
     assert (none["wrong"], int4["wrong"]) == (0, 0)
     assert int4["ratio"] == pytest.approx(2 / (1 / 2 + 4 / 128))
     assert 0.05 < int4["err"] < 0.3
 
 
-def test_wire_bytes_are_those_of_the_derivation(played):
+def test_wire_bytes_are_those_of_the_derivation(rows_of):
     for op, shares in (("all_reduce", 6), ("reduce_scatter", 3)):
-        for row in played.rows("four ranks", op):
+        for row in rows_of("four ranks", op):
             share = row["size"] / row["ratio"] / 4  # of one rank; codes of a part are as long
             headers = row["wire_bytes"] - shares * share
             assert 0 < headers <= 2 * shares * 128 + 64  # scales of blocks that a part cuts
 
 
 @pytest.mark.parametrize("op", OTHERS)
-def test_every_operation_is_right(played, op):
-    rows = played.rows("three ranks", op)
+def test_every_operation_is_right(rows_of, op):
+    rows = rows_of("three ranks", op)
     assert [row["backend"] for row in rows] == THREE
     assert {(row["op"], row["wrong"], row["size"]) for row in rows} == {(op, 0, 3000)}
     factor = 1.0 if op in ("broadcast", "reduce", "sendrecv") else 2 / 3  # of docs/bench.md
@@ -180,8 +174,8 @@ def test_every_operation_is_right(played, op):
 
 
 @pytest.mark.parametrize("op", coded.CORE)
-def test_codecs_are_rows_of_their_own(played, op):
-    none, int8, topk = played.rows("two ranks", f"codecs of {op}")
+def test_codecs_are_rows_of_their_own(rows_of, op):
+    none, int8, topk = rows_of("two ranks", f"codecs of {op}")
     assert (none["codec"], none["ratio"], none["err"]) == ("none", 1.0, None)
     assert (int8["codec"], int8["redop"], int8["wrong"]) == (CODECS[1], "avg", 0)
     assert int8["ratio"] == pytest.approx(4 / (1 + 4 / 256))
@@ -191,8 +185,8 @@ def test_codecs_are_rows_of_their_own(played, op):
     assert (topk["codec"], topk["wrong"]) == (CODECS[2], 0)
 
 
-def test_the_backend_of_torch_has_codecs_too(played):
-    rows = played.rows("two ranks", "torch")
+def test_the_backend_of_torch_has_codecs_too(rows_of):
+    rows = rows_of("two ranks", "torch")
     assert [(r["backend"], r["codec"]) for r in rows] == [
         ("pycomm-torch", "none"),
         ("pycomm-torch", "quant:bits=4"),
@@ -201,31 +195,21 @@ def test_the_backend_of_torch_has_codecs_too(played):
     assert all(row["wrong"] == 0 for row in rows)
 
 
-def test_all_types_and_reductions(played):
-    rows = played.rows("three ranks", "all types")
+def test_all_types_and_reductions(rows_of):
+    rows = rows_of("three ranks", "all types")
     cases = {(row["type"], row["redop"]) for row in rows}
     assert cases == {(dtype, redop) for dtype in DTYPES for redop in REDUCTIONS}
     assert all(row["wrong"] == 0 for row in rows)
 
 
-class Fake(BackendCalls):
+class Fake(Core):
     """Does what a test says."""
 
-    name = "pycomm"
-
     def __init__(self, run) -> None:
-        self.run = run
+        self.name, self.run = "pycomm", run
 
     def prepare(self, case, x, y, codec="none"):
         return lambda: self.run(case, x, y)
-
-    def sent_bytes(self):
-        return None
-
-    def describe(self):
-        return "fake"
-
-    def close(self): ...
 
 
 def alone() -> measure.Rank:
@@ -239,16 +223,16 @@ def case_of(op: str, size: int = 4096):
     return make_case(OPERATIONS[op], size, dtype="float32", redop="sum", rank=0, ranks=1)
 
 
-def test_explain_names_the_algorithm_and_why(played):
-    said = played.printed("two ranks")
+def test_explain_names_the_algorithm_and_why(printed):
+    _, said = printed("two ranks")
     assert "4K float32 pycomm: window: all ranks share memory" in said
     assert "4K float32 pycomm int8: two_shot: ranks are near each other" in said
 
 
-def test_a_backend_encrypts(played):
-    rows = played.rows("two ranks", "encrypted")
+def test_a_backend_encrypts(printed, rows_of):
+    rows = rows_of("two ranks", "encrypted")
     assert {row["backend"] for row in rows} == {"pycomm", "pycomm-tls"}
-    assert " pycomm-tls " in played.printed("two ranks")
+    assert " pycomm-tls " in printed("two ranks")[1]
 
 
 def test_ranks_of_a_machine_get_cores_of_their_own():
