@@ -181,13 +181,13 @@ class MomentUse:
     step: ClassVar[MomentUse]
     scale: ClassVar[MomentUse]
 
-class HostMoments:
-    def __init__(self) -> None: ...
+class Moments:
+    def __init__(self, on_host: bool, /) -> None: ...
     def add(
         self,
         place: tuple[int, int],
         rows: tuple[int, int, int, int, int, int],
-        addresses: tuple[int, int, int, int],
+        addresses: Sequence[int],
         momentum: tuple[int, int],
         residual: tuple[int, int, int],
         own: tuple[int, int, int],
@@ -205,28 +205,15 @@ class HostMoments:
     def commit(self, sums: int, how: Sequence[Any], ranks: int, where: int, /) -> None: ...
     def move(self, steps: Sequence[Any], dtype: DType, where: int, /) -> None: ...
 
-DeviceMoments = HostMoments
-
-# -- steps of optimizers (optim/adamw.cpp), by addresses
-
 def adamw_step(
+    on_host: _bool,
     tensors: Sequence[tuple[int, ...]],
     lr: float,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
-    threads: int,
-    /,
-) -> None: ...
-def adamw_step_on_device(
-    tensors: Sequence[tuple[int, ...]],
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    stream: int,
+    where: int,
     /,
 ) -> None: ...
 

@@ -46,12 +46,8 @@ struct Rows {
   }
 };
 
-/// What is known of how evenly the rows and columns of a matrix are heard: moving averages of the
-/// share that each has in the squares of a step, relative to the mean one, and of its square.
-struct Heard {
-  float* mean;    ///< [rows], or [columns]
-  float* square;  ///< the same
-};
+// How evenly the rows and columns of a matrix are heard: moving averages of the share that each has
+// in the squares of a step, relative to the mean one, and of its square.
 constexpr double kHeardDecay = 0.99;  ///< in a step
 constexpr float kEven = 0.5f;         ///< from which evenness on the floor is the least one
 constexpr float kLeastShare = 1e-4f;  ///< of the floor's square
@@ -213,7 +209,9 @@ struct Room {
   float* since;   ///< and of the steps that wait for an exchange
   float* by_row;  ///< factors of the denominators in the next coding
   float* by_column;
-  float* reciprocal_row;  ///< and their reciprocals in the next step
+  float* inverse_row;  ///< and 1 over these
+  float* inverse_column;
+  float* reciprocal_row;  ///< and the reciprocals of the denominators in the next step
   float* reciprocal_column;
   float* shares;  ///< [shards]: how much of a shard's gradient counts
 };
@@ -221,12 +219,15 @@ PYCOMM_HD Room room_at(float* at, size_t rows, size_t columns) {
   const size_t sums = rows + columns + kExtra;
   float* const fresh = at + sizeof(Numbers) / sizeof(float);
   float* const by_row = fresh + 2 * sums;
-  float* const reciprocal_row = by_row + rows + columns;
+  float* const inverse_row = by_row + rows + columns;
+  float* const reciprocal_row = inverse_row + rows + columns;
   return {reinterpret_cast<Numbers*>(at),
           fresh,
           fresh + sums,
           by_row,
           by_row + rows,
+          inverse_row,
+          inverse_row + rows,
           reciprocal_row,
           reciprocal_row + rows,
           reciprocal_row + rows + columns};
@@ -328,12 +329,33 @@ struct CommitParams {
   float* room;
   float* row;  ///< of the second moments
   float* column;
-  float* heard;  ///< [2, rows + columns]: means, and squares; see Heard
+  float* heard;  ///< [2, rows + columns]: means, and squares; see hear()
   uint32_t rows, columns;
   uint32_t ranks;
   uint32_t use;  ///< Use
   double beta2, eps;
 };
 static_assert(sizeof(CommitParams) <= 80);
+
+/// What all values of a tensor have in common in a step of AdamW, in the order of its formula.
+struct Factors {
+  float rest1;  ///< 1 - beta1
+  float beta2, rest2;
+  float keep;  ///< what weight decay leaves
+  float lr;    ///< over the momentum's correction
+  float root;  ///< of the squares' correction
+  float eps;
+};
+
+struct AdamWParams {
+  codecs::Blocks blocks;
+  float* values;
+  const float* gradient;
+  float* momentum;
+  float* squares;
+  uint64_t numel;
+  Factors by;
+  uint32_t unused;
+};
 
 }  // namespace pycomm::moments

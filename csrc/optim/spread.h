@@ -1,4 +1,5 @@
-// Threads for the passes of optimizers, which are called too rarely to keep threads.
+// Where the passes of optimizers run, and threads for them: they are called too rarely to keep
+// some.
 #pragma once
 #include <algorithm>
 #include <atomic>
@@ -9,6 +10,14 @@
 #include "core/types.h"
 
 namespace pycomm {
+
+/// Threads of the host, of which a pass takes this many at most; or a stream of a device.
+struct Where {
+  int threads = 1;
+  Stream stream;
+
+  bool on_device() const { return stream.device == Device::cuda; }
+};
 
 /// Calls act(item) for each item below `items`, which together go over `values`; few values are
 /// for the caller's thread alone. No result may depend on which thread has taken an item.

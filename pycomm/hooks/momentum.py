@@ -29,11 +29,8 @@ from pycomm.codecs import codec as parse_codec
 from pycomm.errors import Error
 from pycomm.feedback import Residuals
 from pycomm.feedback.rule import EXACT
-from pycomm.momentum.job import Job
-from pycomm.momentum.kernels import Kernels
 from pycomm.momentum.moment import CodedMoment, local
-from pycomm.momentum.passes import Passes
-from pycomm.momentum.table import Table
+from pycomm.momentum.passes import Job, Kernels, Passes, Table
 from pycomm.policy import AUTO, CODED, Policy
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.reducer import BucketReducer
@@ -117,7 +114,7 @@ class Momenta:
 
     def begin(self) -> None:
         """Begin with the parameters that the state has got so far."""
-        self._passes = Passes(Kernels.find("moments", self.reducer.device), self.moments)
+        self._passes = Passes(Kernels.find(self.reducer.device), self.moments)
         for name in self.state.decisions:
             self._make_moment(name)
         self._begun = True
@@ -421,8 +418,8 @@ class Momenta:
             result = done.value()
             if copies:
                 job.sent()
-                if tensor.is_cpu:
-                    self._spare.append(job.coded)
+                if job.copy is not None and tensor.is_cpu:
+                    self._spare.append(job.copy)
             job.land()
             return result
 
@@ -506,7 +503,7 @@ class Momenta:
         if self.reducer.device.type != "cpu":
             self._held.append(job)
         job.encode(scale=self._scale_on)
-        if job.keeps:
+        if job.table.own is not None:
             pieces = (piece for piece in bucket.pieces if piece.name in self.moments)
             job.befores = self.reducer.residuals_before(pieces, bucket)
 
@@ -534,7 +531,7 @@ class Momenta:
         if not job.encoded:
             job.encode(options.get("swapped"))
         finite = self.reducer.exchange(tensor, bucket, group, finish, **options)
-        if job.keeps and not bucket.single:
+        if job.table.own is not None and not bucket.single:
             job.sent()
         job.land()
         return finite

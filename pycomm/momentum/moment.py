@@ -28,7 +28,7 @@ quotient in the update. It is a tenth for a row or column without a gradient for
 moment has decayed, and which would dominate the block in which it is coded: with a smaller one,
 coding errors of such rows moved an embedding by 50 learning rates a step, and a run of 2,000 steps
 diverged. One that is small in all steps, as that of a feature in small units, is no such row or
-column, and its floor falls to a thousandth (`Heard` of csrc/optim); gradients that are not 0 are no
+column, and its floor falls to a thousandth (`hear` of csrc/optim); gradients that are not 0 are no
 sign of it, since an output for a rare word has small ones in all steps, and a large one now and
 then.
 A rank's gradient counts at most `CodedMoment.bound` times its root second moment. Steps in which no
@@ -146,7 +146,7 @@ class CodedMoment:
         self.codec: Codec | None = codec
         """That of now; None: a state was loaded, whose error belongs to the one that comes."""
         sums, factors = self.sums_numel, self.rows + self.columns
-        sizes = [_C.MOMENT_NUMBERS, sums, sums, factors, factors, shards]
+        sizes = [_C.MOMENT_NUMBERS, sums, sums, factors, factors, factors, shards]
         self.device = local(parameter).device
         self.room = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
         """What the passes keep beside the state; Room of csrc/optim/moments_params.h."""

@@ -9,11 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import pycomm  # noqa: E402
-from pycomm.momentum.job import Job  # noqa: E402
-from pycomm.momentum.kernels import Kernels  # noqa: E402
 from pycomm.momentum.moment import CodedMoment  # noqa: E402
-from pycomm.momentum.passes import DTYPES, Passes  # noqa: E402
-from pycomm.momentum.table import Table  # noqa: E402
+from pycomm.momentum.passes import DTYPES, Job, Kernels, Passes, Table  # noqa: E402
 from pycomm.reduction.bucket import BucketPiece  # noqa: E402
 from tests.torch.optim import followed  # noqa: E402
 from tests.torch.optim.followed import KINDS, ByDefinition, ByPasses, differing  # noqa: E402

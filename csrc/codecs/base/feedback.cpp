@@ -13,11 +13,6 @@
 namespace pycomm::feedback {
 namespace {
 
-using codecs::stored::code_of;
-using codecs::stored::kTop;
-using codecs::stored::scale_of;
-using codecs::stored::value_of;
-
 // ------------------------------------------------------------------------- stored forms
 
 PYCOMM_SIMD void load_bfloat16(const uint16_t* __restrict in, size_t n, float* __restrict out) {
@@ -28,40 +23,22 @@ PYCOMM_SIMD void store_bfloat16(const float* __restrict in, size_t n, uint16_t* 
   for (size_t i = 0; i < n; i++) out[i] = static_cast<uint16_t>(BFloat16::encode_saturating(in[i]));
 }
 
+// Not as many values as are left in one loop, which would take its iterations one by one.
+
 PYCOMM_SIMD void load_int8(const uint8_t* __restrict in, size_t n, float* __restrict out) {
-  for (size_t lo = 0; lo < n; lo += kBlock, in += kBlockBytes) {
-    float scale;
-    std::memcpy(&scale, in, sizeof scale);
-    const auto* codes = reinterpret_cast<const int8_t*>(in + sizeof scale);
-    // Not as many as are left in one loop, which would take its iterations one by one.
-    if (n - lo >= kBlock) {
-      for (size_t i = 0; i < kBlock; i++) out[lo + i] = value_of(codes[i], scale);
-    } else {
-      for (size_t i = 0; i < n - lo; i++) out[lo + i] = value_of(codes[i], scale);
-    }
-  }
+  for (; n >= kBlock; n -= kBlock, in += kBlockBytes, out += kBlock) codecs::load_block(in, out);
+  if (n == 0) return;
+  float last[kBlock];
+  codecs::load_block(in, last);
+  std::memcpy(out, last, n * sizeof(float));
 }
 
 PYCOMM_SIMD void store_int8(const float* __restrict in, size_t n, uint8_t* __restrict out) {
-  for (size_t lo = 0; lo < n; lo += kBlock, out += kBlockBytes) {
-    const size_t count = n - lo < kBlock ? n - lo : kBlock;
-    const float amax = codecs::max_magnitude(in + lo, count);
-    const bool used = codecs::used(amax);
-    const float scale = scale_of(amax);
-    const float inv = codecs::inv_scale(amax, kTop);
-    std::memcpy(out, &scale, sizeof scale);
-    auto* codes = reinterpret_cast<int8_t*>(out + sizeof scale);
-    if (!used) {
-      std::memset(codes, 0, kBlock);
-      continue;
-    }
-    if (count == kBlock) {
-      for (size_t i = 0; i < kBlock; i++) codes[i] = code_of(in[lo + i], inv);
-      continue;
-    }
-    for (size_t i = 0; i < count; i++) codes[i] = code_of(in[lo + i], inv);
-    std::memset(codes + count, 0, kBlock - count);
-  }
+  for (; n >= kBlock; n -= kBlock, in += kBlock, out += kBlockBytes) codecs::store_block(in, out);
+  if (n == 0) return;
+  float last[kBlock] = {};
+  std::memcpy(last, in, n * sizeof(float));
+  codecs::store_block(last, out);
 }
 
 // -------------------------------------------------------------------------------- rules

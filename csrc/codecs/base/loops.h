@@ -21,6 +21,26 @@ PYCOMM_INLINE float max_magnitude(const float* __restrict x, size_t n) {
   return bits_float(top);
 }
 
+/// Decodes a block of the stored form int8.
+PYCOMM_INLINE void load_block(const uint8_t* __restrict in, float* __restrict out) {
+  float scale;
+  std::memcpy(&scale, in, sizeof scale);
+  const auto* const codes = reinterpret_cast<const int8_t*>(in + sizeof scale);
+  for (size_t i = 0; i < stored::kBlock; i++) out[i] = stored::value_of(codes[i], scale);
+}
+
+PYCOMM_INLINE void store_block(const float* __restrict in, uint8_t* __restrict out) {
+  const float amax = max_magnitude(in, stored::kBlock);
+  const float scale = stored::scale_of(amax), inv = inv_scale(amax, stored::kTop);
+  std::memcpy(out, &scale, sizeof scale);
+  auto* const codes = reinterpret_cast<int8_t*>(out + sizeof scale);
+  if (!used(amax)) {
+    std::memset(codes, 0, stored::kBlock);
+    return;
+  }
+  for (size_t i = 0; i < stored::kBlock; i++) codes[i] = stored::code_of(in[i], inv);
+}
+
 /// Computes p = x + residual; returns the largest |p|.
 PYCOMM_INLINE float add_max_magnitude(const float* __restrict x, const float* __restrict residual,
                                       size_t n, float* __restrict p) {
