@@ -323,33 +323,25 @@ PYCOMM_HD void over_tiles(const Rows& rows, size_t block, const Act& act) {
   }
 }
 
-/// The squares of a matrix, and its coding if that is done in the same pass: floats are encoded
-/// while the cache has them, as if all of the gradient counted.
-struct BeginParams {
-  SquaresParams squares;
-  EncodeParams encode;
-  bool looks, encodes;
-};
-PYCOMM_SIMD void begin(const BeginParams& given, DType dtype, size_t block, bool far) {
-  const auto squares = given.squares;
-  const auto args = given.encode;
-  const bool encodes = given.encodes;
-  const Rows& rows = squares.rows;
-  const size_t real = given.looks ? rows.real() : 0;
+/// Adds up squares. Floats are encoded in the same pass, while the cache has them, as if all of the
+/// gradient counted.
+PYCOMM_SIMD void squares(const CodingParams& given, DType dtype, size_t block, bool far) {
+  const auto args = given;
+  const size_t real = args.looks ? args.rows.real() : 0;
   const bool floats = args.momentum_form == kFloat32 && args.form == kFloat32;
-  with_warp(dtype, floats, rows.columns, far, [&](auto warp, auto value) PYCOMM_INLINED {
+  with_warp(dtype, floats, args.rows.columns, far, [&](auto warp, auto value) PYCOMM_INLINED {
     using Values = Array<decltype(value)>;
-    const Values values(squares.values), copy(args.copy);
-    over_tiles(rows, block, [&](size_t first, size_t end, uint32_t patch) PYCOMM_INLINED {
-      if (first < real) square_tile(warp, squares, values, first, std::min(end, real), patch);
+    const Values values(args.values), copy(args.copy);
+    over_tiles(args.rows, block, [&](size_t first, size_t end, uint32_t patch) PYCOMM_INLINED {
+      if (first < real) square_tile(warp, args, values, first, std::min(end, real), patch);
       if constexpr (Values::is_float32()) {
-        if (encodes) encode_tile<false>(warp, args, values, copy, first, end, patch, 1.0f);
+        if (args.encodes) encode_tile<false>(warp, args, values, copy, first, end, patch, 1.0f);
       }
     });
   });
 }
 /// Of floats, those are left of which not all counts.
-PYCOMM_SIMD void encode(const EncodeParams& given, DType dtype, size_t block, bool far) {
+PYCOMM_SIMD void encode(const CodingParams& given, DType dtype, size_t block, bool far) {
   const auto args = given;
   const float share = room_of(args).shares[args.rows.shard];
   if (dtype == DType::float32 && !(share < 1.0f)) return;
@@ -393,10 +385,10 @@ PYCOMM_SIMD void move(const MoveParams& given, DType dtype, size_t unit, bool fa
   });
 }
 
-void finish_begin(const BeginParams& args, DType) {
-  if (args.looks && args.squares.rows.shard == 0) finish_squares(Alone(), args.squares);
+void finish_squares(const CodingParams& args, DType) {
+  if (args.looks && args.rows.shard == 0) finish_squares(Alone(), args);
 }
-void finish(const EncodeParams& args, DType) {
+void finish_encode(const CodingParams& args, DType) {
   if (args.rows.shard == 0) finish_encode(Alone(), args);
 }
 void collect(const CollectParams& args, DType) { write_means(Alone(), args); }
@@ -422,21 +414,14 @@ struct Pass {
   void (*take)(const Params&, DType, size_t unit, bool far);
   void (*finish)(const Params&, DType);
 };
-constexpr Pass<BeginParams> kBegin{"squares", true, begin, finish_begin};
-constexpr Pass<EncodeParams> kEncode{"encode", true, encode, finish};
+constexpr Pass<CodingParams> kSquares{"squares", true, squares, finish_squares};
+constexpr Pass<CodingParams> kEncode{"encode", true, encode, finish_encode};
 constexpr Pass<SentParams> kSent{"sent", true, send, nullptr};
 constexpr Pass<LandParams> kLand{"land", true, land, look};
 constexpr Pass<MoveParams> kMove{"move", true, move, nullptr};
 constexpr Pass<CollectParams> kCollect{"collect", false, nullptr, collect};
 constexpr Pass<CommitParams> kCommit{"commit", false, nullptr, commit};
 constexpr Pass<AdamWParams> kAdamW{"adamw", false, adamw, nullptr};
-
-/// The arguments of a pass for its kernel.
-template <typename Params>
-const Params& of_kernel(const Params& params) {
-  return params;
-}
-const SquaresParams& of_kernel(const BeginParams& params) { return params.squares; }
 
 /// A pass over some matrices: loops of threads, or one launch.
 template <typename Params>
@@ -479,7 +464,7 @@ class Run {
     codecs::Batching batching(swapped);
     for (const Shard& shard : shards_) {
       batching.row();
-      codecs::launch("moments", kernel, of_kernel(shard.params), shard.warps, 1, stream);
+      codecs::launch("moments", kernel, shard.params, shard.warps, 1, stream);
     }
     batching.start(stream);
   }
@@ -523,79 +508,49 @@ uint8_t* place(const void* values, DType dtype, const Matrix& m) {
   return at == nullptr ? nullptr : at + m.offset * size_of(dtype);
 }
 
-/// `scratch`: of this shard.
-SquaresParams squares_of(const Matrix& m, const Turn& turn, const Bucket& bucket, float* scratch) {
-  auto params = params_of<SquaresParams>(m);
-  params.values = place(bucket.values, bucket.dtype, m);
-  params.bounds = m.row;
-  params.scratch = scratch - m.rows.shard * m.rows.scratch_floats();
-  params.signs = turn.signs;
-  params.first = turn.first;
-  params.stride = turn.stride;
-  params.momentum = turn.momentum;
-  params.unit = bucket.unit;
-  params.unit_squared = static_cast<float>(bucket.unit * bucket.unit);
-  params.bound = bucket.bound;
-  params.ranks = bucket.ranks;
-  return params;
-}
-EncodeParams encode_of(const Matrix& m, const Turn& turn, const Bucket& bucket, float* scratch) {
-  auto params = params_of<EncodeParams>(m);
-  params.values = place(bucket.values, bucket.dtype, m);
-  params.momentum = turn.own < 0 ? m.momentum.at : m.own.at[turn.own];
-  params.momentum_form = turn.own < 0 ? m.momentum.form : m.own.form;
-  if (turn.signs != nullptr) {
-    params.stored = m.residual.at[turn.residual];
-    params.other_side = m.residual.at[1 - turn.residual];
-  }
-  params.form = m.residual.form;
-  params.copy = place(bucket.copy, bucket.dtype, m);
-  params.left = scratch + m.rows.scratch_floats() - 2 * m.rows.cells();
-  params.by_kept = 1.0f / turn.kept;
-  params.divides = bucket.divides ? 1 : 0;
-  return params;
-}
-
 }  // namespace
 
-void Moments::begin(const Bucket& bucket, const std::vector<Turn>& turns, bool encodes,
-                    const Where& where) const {
-  Run run(kBegin, bucket.dtype);
+void Moments::code(const Bucket& bucket, const std::vector<Turn>& turns, bool encodes,
+                   const Where& where) const {
+  Run squares(kSquares, bucket.dtype), encode(kEncode, bucket.dtype);
   float* scratch = bucket.scratch;
   for (size_t i = 0; i < matrices_.size(); i++) {
     const Matrix& m = matrices_[i];
     const Turn& turn = turns.at(i);
-    BeginParams params{};
+    auto params = params_of<CodingParams>(m);
+    params.values = place(bucket.values, bucket.dtype, m);
+    params.bounds = m.row;
+    params.scratch = scratch - m.rows.shard * m.rows.scratch_floats();
+    scratch += m.rows.scratch_floats();
+    params.left = scratch - 2 * m.rows.cells();
+    params.signs = turn.signs;
+    params.first = turn.first;
+    params.stride = turn.stride;
+    params.beta1 = turn.momentum;
+    params.unit = bucket.unit;
+    params.unit_squared = static_cast<float>(bucket.unit * bucket.unit);
+    params.bound = bucket.bound;
+    params.ranks = bucket.ranks;
+    params.momentum = turn.own < 0 ? m.momentum.at : m.own.at[turn.own];
+    params.momentum_form = turn.own < 0 ? m.momentum.form : m.own.form;
+    if (turn.signs != nullptr) {
+      params.stored = m.residual.at[turn.residual];
+      params.other_side = m.residual.at[1 - turn.residual];
+    }
+    params.form = m.residual.form;
+    params.copy = place(bucket.copy, bucket.dtype, m);
+    params.by_kept = 1.0f / turn.kept;
+    params.divides = bucket.divides;
     params.looks = turn.is_new != encodes;
     params.encodes = encodes && !where.on_device() && bucket.dtype == DType::float32;
-    params.squares = squares_of(m, turn, bucket, scratch);
-    params.encode = encode_of(m, turn, bucket, scratch);
-    scratch += m.rows.scratch_floats();
-    if (!params.looks && !params.encodes) continue;
-    if (params.encodes) set_step(*room_of(params.squares).numbers, turn.momentum, bucket.unit);
-    run.add(params, m.rows.blocks() * m.rows.patches(), m.rows.blocks(), m.rows.numel());
-  }
-  run.start(where);
-}
-
-void Moments::squares(const Bucket& bucket, const std::vector<Turn>& turns,
-                      const Where& where) const {
-  begin(bucket, turns, false, where);
-}
-
-void Moments::encode(const Bucket& bucket, const std::vector<Turn>& turns,
-                     const Where& where) const {
-  begin(bucket, turns, true, where);
-  Run run(kEncode, bucket.dtype);
-  float* scratch = bucket.scratch;
-  for (size_t i = 0; i < matrices_.size(); i++) {
-    const Matrix& m = matrices_[i];
+    const size_t blocks = m.rows.blocks(), patches = m.rows.patches(), values = m.rows.numel();
+    if (params.encodes) set_step(*room_of(params).numbers, turn.momentum, bucket.unit);
+    if (params.looks || params.encodes) squares.add(params, blocks * patches, blocks, values);
     const size_t groups = (m.rows.count + kEncodeRows - 1) / kEncodeRows;
-    run.add(encode_of(m, turns.at(i), bucket, scratch), groups * m.rows.patches(),
-            m.rows.blocks(), m.rows.numel());
-    scratch += m.rows.scratch_floats();
+    if (encodes) encode.add(params, groups * patches, blocks, values);
   }
-  run.start(where, bucket.swapped);
+  squares.start(where);
+  encode.start(where, bucket.swapped);
 }
 
 void Moments::sent(const void* values, DType dtype, const std::vector<Sending>& sendings,

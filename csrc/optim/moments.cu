@@ -198,8 +198,8 @@ __device__ __forceinline__ bool is_last(const Params& args, int pass) {
 
 template <typename Value>
 __global__ void __launch_bounds__(cuda::kThreads)
-    squares(const codecs::Batch<SquaresParams> batch) {
-  const SquaresParams args = codecs::place_of_block(batch);
+    squares(const codecs::Batch<CodingParams> batch) {
+  const CodingParams args = codecs::place_of_block(batch);
   const auto patches = static_cast<uint32_t>(args.rows.patches());
   const size_t tile = codecs::warp_of(args), first = tile / patches * kBlock;
   if (first < args.rows.real()) {
@@ -211,8 +211,8 @@ __global__ void __launch_bounds__(cuda::kThreads)
 }
 
 template <typename Value>
-__global__ void __launch_bounds__(cuda::kThreads) encode(const codecs::Batch<EncodeParams> batch) {
-  const EncodeParams args = codecs::tensor_of_block(batch);
+__global__ void __launch_bounds__(cuda::kThreads) encode(const codecs::Batch<CodingParams> batch) {
+  const CodingParams args = codecs::tensor_of_block(batch);
   const auto patches = static_cast<uint32_t>(args.rows.patches());
   const size_t tile = codecs::warp_of(args), first = tile / patches * kEncodeRows;
   if (first < args.rows.count) {

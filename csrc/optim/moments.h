@@ -100,18 +100,18 @@ struct Step {
 class PYCOMM_API Moments {
  public:
   void add(const Matrix& matrix) { matrices_.push_back(matrix); }
-  /// Returns the floats of scratch memory that `squares` and `encode` need.
+  /// Returns the floats of scratch memory that `code` needs.
   size_t scratch_floats() const {
     size_t floats = 0;
     for (const Matrix& m : matrices_) floats += m.rows.scratch_floats();
     return floats;
   }
 
-  /// Adds up the squares of new matrices' gradients.
-  void squares(const Bucket& bucket, const std::vector<Turn>& turns, const Where& where) const;
-  /// Adds up those of the others, and replaces gradients g by p = (beta m + rest g) / d. A shard
-  /// of more squares than is allowed is scaled down to that.
-  void encode(const Bucket& bucket, const std::vector<Turn>& turns, const Where& where) const;
+  /// Adds up the squares of new matrices' gradients; or, if it encodes, those of the others, and
+  /// replaces gradients g by p = (beta m + rest g) / d. A shard of more squares than is allowed is
+  /// scaled down to that.
+  void code(const Bucket& bucket, const std::vector<Turn>& turns, bool encodes,
+            const Where& where) const;
   /// Stores what was sent of coded values x: (x + e before - e after) d kept. `divides`: see Bucket.
   void sent(const void* values, DType dtype, const std::vector<Sending>& sendings, bool divides,
             const float* swapped, const Where& where) const;
@@ -128,9 +128,6 @@ class PYCOMM_API Moments {
   void move(const std::vector<Step>& steps, DType dtype, const Where& where) const;
 
  private:
-  void begin(const Bucket& bucket, const std::vector<Turn>& turns, bool encodes,
-             const Where& where) const;
-
   std::vector<Matrix> matrices_;
 };
 

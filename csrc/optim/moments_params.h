@@ -238,38 +238,33 @@ constexpr uint32_t kFloat16 = 3;
 
 // Arguments of the kernels. Members are those of moments.h; `room` is a Room.
 
-struct SquaresParams {
-  codecs::Blocks blocks;
-  const void* values;
-  float* room;
-  Rows rows;
-  const float* bounds;     ///< [rows.all]
-  float* scratch;          ///< of all shards
-  const float* signs;      ///< null: rows have no projections
-  uint32_t first, stride;  ///< the rows that have one, counted from the first of all
-  double momentum;         ///< coefficient of an exact momentum
-  double unit;
-  float unit_squared;
-  float bound;     ///< g's squares count at most bound^2 times the second moment
-  uint32_t ranks;  ///< that average their momenta
-  uint32_t unused;
-};
-
-struct EncodeParams {
+/// Of `squares` and `encode`.
+struct CodingParams {
   codecs::Blocks blocks;
   void* values;
   float* room;
+  const float* bounds;     ///< [rows.all]
+  float* scratch;          ///< of all shards
+  float* left;             ///< [2, rows, patches] of the shard, for parts of the sums of errors
+  const float* signs;      ///< null: rows have no projections
+  uint32_t first, stride;  ///< the rows that have one, counted from the first of all
+  double beta1;            ///< coefficient of an exact momentum
+  double unit;
+  float unit_squared;
+  float bound;  ///< g's squares count at most bound^2 times the second moment
   const void* momentum;
   const uint8_t* stored;      ///< the residual; null: its errors are not wanted
   const uint8_t* other_side;  ///< in place of it, if the batch says so
   void* copy;                 ///< null: nowhere
-  float* left;                ///< [2, rows, patches] of the shard, for parts of the sums of errors
   Rows rows;
   uint16_t momentum_form, form;
-  float by_kept;     ///< by which the momentum is a mean one
-  uint32_t divides;  ///< 0: factors are 1
+  uint32_t ranks;             ///< that average their momenta
+  float by_kept;              ///< by which the momentum is a mean one
+  uint16_t divides;           ///< 0: factors are 1
+  uint16_t looks;             ///< 0: squares were added up before
+  uint32_t encodes;           ///< not 0: the host encodes in the pass that adds up squares
 };
-static_assert(sizeof(EncodeParams) <= 96);
+static_assert(sizeof(CodingParams) <= 160);  // launches have room for 25 matrices
 
 struct SentParams {
   codecs::Blocks blocks;

@@ -103,7 +103,7 @@ PYCOMM_TEAM float sum_of_patches(const Team& team, const float* parts, size_t ro
 /// Adds up squares and projections in a patch of some rows of a block, `first` to `end`. Sums of
 /// columns in memory go on from those of the rows before.
 template <typename Warp, typename Array>
-PYCOMM_PASS void square_tile(const Warp& warp, const SquaresParams& args, const Array& values,
+PYCOMM_PASS void square_tile(const Warp& warp, const CodingParams& args, const Array& values,
                              size_t first, size_t end, uint32_t patch) {
   using Lanes = typename Warp::Lanes;
   const Rows& rows = args.rows;
@@ -169,7 +169,7 @@ PYCOMM_PASS void square_tile(const Warp& warp, const SquaresParams& args, const 
 
 /// Adds up what the warps have found, and decides by how much the gradients of shards count.
 template <typename Team>
-PYCOMM_TEAM void finish_squares(const Team& team, const SquaresParams& args) {
+PYCOMM_TEAM void finish_squares(const Team& team, const CodingParams& args) {
   const Room room = room_of(args);
   const Rows first = args.rows.of_shard(0);
   const size_t patches = first.patches();
@@ -222,7 +222,7 @@ PYCOMM_TEAM void finish_squares(const Team& team, const SquaresParams& args) {
     const bool is_above = numbers.weight > 0 && energy > most;
     room.shares[s] = is_above ? sqrtf(most / energy) : 1.0f;
   }
-  if (team.leads()) set_step(numbers, args.momentum, args.unit);
+  if (team.leads()) set_step(numbers, args.beta1, args.unit);
 }
 
 // ---------------------------------------------------------------- encode
@@ -231,7 +231,7 @@ PYCOMM_TEAM void finish_squares(const Team& team, const SquaresParams& args) {
 /// to `copy`, too, if it has memory. `share`: how much of the gradient counts. `kMade`: all of it
 /// was encoded before.
 template <bool kMade, typename Warp, typename Array>
-PYCOMM_PASS void encode_tile(const Warp& warp, const EncodeParams& args, const Array& values,
+PYCOMM_PASS void encode_tile(const Warp& warp, const CodingParams& args, const Array& values,
                              const Array& copy, size_t first, size_t end, uint32_t patch,
                              float share) {
   using Lanes = typename Warp::Lanes;
@@ -293,7 +293,7 @@ PYCOMM_PASS void encode_tile(const Warp& warp, const EncodeParams& args, const A
 
 /// Adds up what the warps have found of the errors of all shards.
 template <typename Team>
-PYCOMM_TEAM void finish_encode(const Team& team, const EncodeParams& args) {
+PYCOMM_TEAM void finish_encode(const Team& team, const CodingParams& args) {
   if (args.stored == nullptr) return;
   const Rows& rows = args.rows;
   const size_t patches = rows.patches();
@@ -478,20 +478,16 @@ PYCOMM_TEAM void take_sums(const Team& team, const CommitParams& args, const Roo
     if (team.all(numel, [&](size_t i) { return codecs::is_finite(room.fresh[i]); })) {
       team.each(numel, [&](size_t i) { room.since[i] = room.since[i] + room.fresh[i]; });
     }
-    team.once([&] {
-      numbers.decay = decay;
-      numbers.steps = numbers.steps + 1;
-      return Folding{};
-    });
+    if (!team.leads()) return;
+    numbers.decay = decay;
+    numbers.steps = numbers.steps + 1;
     return;
   }
   if (silent) {
-    team.once([&] {
-      numbers.decay = 1.0;
-      numbers.steps = 0;
-      return Folding{};
-    });
     team.each(numel, [&](size_t i) { room.since[i] = 0.0f; });
+    if (!team.leads()) return;
+    numbers.decay = 1.0;
+    numbers.steps = 0;
     return;
   }
   const Folding folding = team.once([&] {

@@ -348,15 +348,15 @@ class Job:
         scratch = values.new_empty(native.scratch_floats, dtype=torch.float32)
         self._swapped = 0 if swapped is None else swapped.data_ptr()
         bound = parts[0][0].bound(self.ranks)
-        job = (
+        bucket = (
             *(values.data_ptr(), DTYPES[values.dtype], 1 / self.unit, bound, self.ranks),
             *(0 if self.copy is None else self.copy.data_ptr(), self.divides),
             *(scratch.data_ptr(), self._swapped),
         )
         if new and scale is not None:
-            self.passes.call(native.squares, job, turns)
+            self.passes.call(native.code, bucket, turns, False)
             scale(new)
-        self.passes.call(native.encode, job, turns)
+        self.passes.call(native.code, bucket, turns, True)
 
     def sent(self) -> None:
         """Store what this rank has sent, of values that are coded and not yet averaged."""

@@ -89,11 +89,10 @@ void add(Moments& self, const std::pair<size_t, size_t>& place, const RowsGiven&
             made<moments::StoredPair>(own)});
 }
 
-/// `kPass` is squares() or encode().
-template <auto kPass>
-void take_turns(const Moments& self, const BucketGiven& bucket, const std::vector<TurnGiven>& turns,
-                uintptr_t where) {
-  (self.*kPass)(made<moments::Bucket>(bucket), made_all<moments::Turn>(turns), self.where(where));
+void code(const Moments& self, const BucketGiven& bucket, const std::vector<TurnGiven>& turns,
+          bool encodes, uintptr_t where) {
+  self.code(made<moments::Bucket>(bucket), made_all<moments::Turn>(turns), encodes,
+            self.where(where));
 }
 
 void sent(const Moments& self, Address values, DType dtype,
@@ -126,8 +125,7 @@ void bind(py::module_& m) {
       .def(py::init<bool>())
       .def("add", &add)
       .def_property_readonly("scratch_floats", &Moments::scratch_floats)
-      .def("squares", &take_turns<&Moments::squares>, Works())
-      .def("encode", &take_turns<&Moments::encode>, Works())
+      .def("code", &code, Works())
       .def("sent", &sent, Works())
       .def("land", &land, Works())
       .def("collect", &collect, Works())
