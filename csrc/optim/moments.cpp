@@ -63,9 +63,9 @@ PYCOMM_HD Lanes operator*(const Lanes& x, const Lanes& y) {
 // Of values that are fewer than lanes, these loops become loads and stores with a mask. A call of
 // memcpy would store all vectors.
 
-/// Decodes values; `beyond` is in the lanes behind them.
+/// Decodes values; zeros are in the lanes behind them.
 template <typename Form>
-PYCOMM_HD Lanes decoded(const void* from, int count, float beyond = 0.0f) {
+PYCOMM_HD Lanes decoded(const void* from, int count) {
   const auto* const codes = static_cast<const typename Form::Code*>(from);
   if constexpr (sizeof *codes == sizeof(float)) {
     if (count == kApart) return Lanes::at(codes);
@@ -74,7 +74,7 @@ PYCOMM_HD Lanes decoded(const void* from, int count, float beyond = 0.0f) {
   if (count == kApart) {
     for (int l = 0; l < kApart; l++) room[l] = Form::decode(codes[l]);
   } else {
-    for (int l = 0; l < kApart; l++) room[l] = l < count ? Form::decode(codes[l]) : beyond;
+    for (int l = 0; l < kApart; l++) room[l] = l < count ? Form::decode(codes[l]) : 0.0f;
   }
   return Lanes::at(room);
 }
@@ -95,41 +95,6 @@ PYCOMM_HD void encode(const Lanes& x, int count, void* to) {
   }
 }
 
-/// The places of neighbours in their matrix. `kWhole`: lanes are all in one row.
-template <bool kWhole>
-struct Place {
-  const Rows& rows;
-  size_t row, column;  // of the first
-
-  PYCOMM_HD void next() {
-    for (column += kLanes; column >= rows.columns; row++) column -= rows.columns;
-  }
-  PYCOMM_HD bool in_one_row() const { return kWhole || column + kLanes <= rows.columns; }
-  PYCOMM_HD Lanes by_row(const float* factors) const {
-    if (in_one_row()) return factor_of(factors, rows, row);
-    return each([&](size_t i, size_t) { return factor_of(factors, rows, i); });
-  }
-  PYCOMM_HD Lanes by_column(const float* factors) const {
-    if (in_one_row()) return Lanes::at(factors + column);
-    return each([&](size_t, size_t j) { return factors[j]; });
-  }
-
- private:
-  /// Returns at(row, column) for each lane.
-  template <typename At>
-  PYCOMM_HD Lanes each(const At& at) const {
-    float room[kLanes];
-    size_t i = row, j = column;
-    for (float& value : room) {
-      value = at(i, j);
-      if (++j < rows.columns) continue;
-      j = 0;
-      i++;
-    }
-    return Lanes::at(room);
-  }
-};
-
 /// `kPlain`: all arrays are of floats, and rows of whole lanes, as in most passes, which take
 /// half of the time where nothing decides about that.
 template <bool kPlain>
@@ -148,22 +113,44 @@ struct Warp {
   }
   PYCOMM_HD static bool takes(int, int) { return true; }
   PYCOMM_HD static bool leads() { return true; }
-  PYCOMM_HD static Place<kPlain> place(const Rows& rows, size_t i) {
-    return {rows, i / rows.columns, i % rows.columns};
+  PYCOMM_HD static Place place(const Rows& rows, size_t i) {
+    return {static_cast<uint32_t>(i / rows.columns), static_cast<uint32_t>(i % rows.columns)};
+  }
+  /// Returns at(row, column) for each lane.
+  template <typename At>
+  PYCOMM_HD static Lanes each(Place place, const Rows& rows, const At& at) {
+    float room[kLanes];
+    for (float& value : room) {
+      value = at(place.row, place.column);
+      if (++place.column < rows.columns) continue;
+      place.column = 0;
+      place.row++;
+    }
+    return Lanes::at(room);
+  }
+  PYCOMM_HD static bool in_one_row(const Place& place, const Rows& rows) {
+    return kPlain || place.column + kLanes <= rows.columns;
+  }
+  PYCOMM_HD static Lanes by_row(const Place& place, const Rows& rows, const float* factors) {
+    if (in_one_row(place, rows)) return factor_of(factors, rows, place.row);
+    return each(place, rows, [&](size_t i, size_t) { return factor_of(factors, rows, i); });
+  }
+  PYCOMM_HD static Lanes by_column(const Place& place, const Rows& rows, const float* factors) {
+    if (in_one_row(place, rows)) return Lanes::at(factors + place.column);
+    return each(place, rows, [&](size_t, size_t j) { return factors[j]; });
   }
 
-  PYCOMM_HD static Lanes load(const float* from, size_t i, int left, int k, float beyond = 0.0f) {
-    const int count = there(left, k);
-    return count == 0 ? beyond : decoded<stored::Float32>(from + i + k * kLanes, count, beyond);
+  PYCOMM_HD static Lanes load(const float* from, size_t i, int left, int k) {
+    return decoded<stored::Float32>(from + i + k * kLanes, there(left, k));
   }
   template <typename Value>
   PYCOMM_HD static Lanes load(const Array<Value>& from, size_t i, int left, int k) {
     return decoded<Value>(from.at + i + k * kLanes, there(left, k));
   }
   PYCOMM_HD static Lanes load(const void* from, uint32_t form, size_t i, int left, int k) {
-    if (kPlain || form == kFloat32) return load(static_cast<const float*>(from), i, left, k);
     const int count = there(left, k);
     if (count == 0) return 0.0f;
+    if (kPlain || form == kFloat32) return load(static_cast<const float*>(from), i, left, k);
     i += k * kLanes;
     const auto* const codes = static_cast<const uint16_t*>(from) + i;
     if (form == kFloat16) return decoded<codecs::cast::Float16>(codes, count);
@@ -597,19 +584,10 @@ void Moments::commit(const float* sums, const std::vector<Commit>& how, uint32_t
   for (size_t i = 0; i < matrices_.size(); i++) {
     const Matrix& m = matrices_[i];
     const Commit& by = how.at(i);
-    CommitParams params{};
-    params.sums = sums == nullptr ? nullptr : sums + m.sums_at;
-    params.room = m.room;
-    params.row = m.row;
-    params.column = m.column;
-    params.heard = m.heard;
-    params.rows = m.rows.all;
-    params.columns = m.rows.columns;
-    params.ranks = ranks;
-    params.use = by.use;
-    params.beta2 = by.beta2;
-    params.eps = by.eps;
-    run.add(params, 1);
+    const float* const own = sums == nullptr ? nullptr : sums + m.sums_at;
+    run.add({{}, own, m.room, m.row, m.column, m.heard, m.rows.all, m.rows.columns, ranks, by.use,
+             by.beta2, by.eps},
+            1);
   }
   run.start(where);
 }

@@ -30,22 +30,6 @@ __device__ __forceinline__ float stored_value(const void* from, uint32_t form, s
                           : codecs::stored::BFloat16::decode(code);
 }
 
-/// The place of a lane's value in its matrix.
-struct Place {
-  const Rows& rows;
-  uint32_t row, column;
-
-  __device__ void next() {
-    column += kLanes;
-    while (column >= rows.columns) {
-      column -= rows.columns;
-      row++;
-    }
-  }
-  __device__ float by_row(const float* factors) const { return factor_of(factors, rows, row); }
-  __device__ float by_column(const float* factors) const { return factors[column]; }
-};
-
 struct Warp {
   using Lanes = float;
   static constexpr bool kInMemory = false;
@@ -59,12 +43,18 @@ struct Warp {
   }
   __device__ bool leads() const { return lane == 0; }
   __device__ Place place(const Rows& rows, size_t i) const {
-    return {rows, static_cast<uint32_t>((i + lane) / rows.columns),
+    return {static_cast<uint32_t>((i + lane) / rows.columns),
             static_cast<uint32_t>((i + lane) % rows.columns)};
   }
+  __device__ static float by_row(const Place& place, const Rows& rows, const float* factors) {
+    return factor_of(factors, rows, place.row);
+  }
+  __device__ static float by_column(const Place& place, const Rows&, const float* factors) {
+    return factors[place.column];
+  }
 
-  __device__ float load(const float* from, size_t i, int left, int k, float beyond = 0.0f) const {
-    return takes(left, k) ? from[i + k * kApart + lane] : beyond;
+  __device__ float load(const float* from, size_t i, int left, int k) const {
+    return takes(left, k) ? from[i + k * kApart + lane] : 0.0f;
   }
   template <typename Value>
   __device__ float load(const Array<Value>& from, size_t i, int left, int k) const {

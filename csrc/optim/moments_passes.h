@@ -10,7 +10,8 @@
 //   sum(lanes)              half of the lanes is added to the other, until one is left
 //   clamped(lanes, limit)   those from -limit to limit; a NaN stays one
 //   leads()                 true for one lane
-//   place(rows, i)          the places of values from i on in their matrix; see send_patch()
+//   place(rows, i)          the place of a lane's value, or of the first lane's, which is the i-th;
+//                           by_row(place, rows, factors), by_column(): factors of the lanes there
 //   kAhead                  values of each lane that are loaded before they are worked on
 //   kInMemory               sums of columns are added up where they are in the end
 //   kNeighbours             values that a warp takes at once where rows do not matter
@@ -245,11 +246,11 @@ PYCOMM_PASS void encode_tile(const Warp& warp, const CodingParams& args, const A
   const bool goes_on = beta > 0;
   // On a device, what is not wanted costs less than to decide about it.
   constexpr bool all = Warp::kAhead == kEach;
-  const int divided = args.divides != 0 ? left : 0;
   Lanes factors[kEach];
   PYCOMM_UNROLL
   for (int k = 0; all && warp.has(k, left); k++) {
-    factors[k] = warp.load(room.inverse_column, begin, divided, k, 1.0f);
+    factors[k] =
+        args.divides != 0 ? warp.load(room.inverse_column, begin, left, k) : Lanes(1.0f);
   }
   for (size_t i = first; i < end; i++) {
     const float by_row = args.divides != 0 ? factor_of(room.inverse_row, rows, i) : 1.0f;
@@ -313,7 +314,16 @@ PYCOMM_TEAM void finish_encode(const Team& team, const CodingParams& args) {
 
 // ---------------------------------------------------------------- neighbours
 
-/// Stores what was sent of coded values. `place` has by_row(factors) and by_column(factors).
+/// A place in a matrix.
+struct Place {
+  uint32_t row, column;
+
+  PYCOMM_HD void next(const Rows& rows) {
+    for (column += kLanes; column >= rows.columns; row++) column -= rows.columns;
+  }
+};
+
+/// Stores what was sent of coded values.
 template <typename Warp, typename Array>
 PYCOMM_PASS void send_patch(const Warp& warp, const SentParams& args, const Array& values,
                             size_t patch) {
@@ -323,9 +333,9 @@ PYCOMM_PASS void send_patch(const Warp& warp, const SentParams& args, const Arra
   const uint8_t* const after = args.swapped != 0 ? args.before : args.after;
   const size_t begin = patch * Warp::kNeighbours;
   const int left = left_of(args.rows.numel(), begin, Warp::kNeighbours);
-  auto place = warp.place(args.rows, begin);
+  Place place = warp.place(args.rows, begin);
   PYCOMM_UNROLL
-  for (int k = 0; warp.has(k, left); k++, place.next()) {
+  for (int k = 0; warp.has(k, left); k++, place.next(args.rows)) {
     Lanes x{};
     if (warp.takes(left, k)) {
       x = warp.load(values, begin, left, k);
@@ -334,7 +344,7 @@ PYCOMM_PASS void send_patch(const Warp& warp, const SentParams& args, const Arra
         x = x - warp.load(after, args.form, begin, left, k);
       }
       if (args.divides != 0) {
-        x = x * (place.by_row(room.by_row) * args.kept) * place.by_column(room.by_column);
+        x = x * (warp.by_row(place, args.rows, room.by_row) * args.kept) * warp.by_column(place, args.rows, room.by_column);
       } else {
         x = x * args.kept;
       }
@@ -351,12 +361,12 @@ PYCOMM_PASS void land_patch(const Warp& warp, const LandParams& args, const Arra
   const Room room = room_of(args);
   const size_t begin = patch * Warp::kNeighbours;
   const int left = left_of(args.rows.numel(), begin, Warp::kNeighbours);
-  auto place = warp.place(args.rows, begin);
+  Place place = warp.place(args.rows, begin);
   PYCOMM_UNROLL
-  for (int k = 0; warp.has(k, left); k++, place.next()) {
+  for (int k = 0; warp.has(k, left); k++, place.next(args.rows)) {
     auto x = warp.load(values, begin, left, k);
     if (args.divides != 0) {
-      x = x * (place.by_row(room.by_row) * args.unit) * place.by_column(room.by_column);
+      x = x * (warp.by_row(place, args.rows, room.by_row) * args.unit) * warp.by_column(place, args.rows, room.by_column);
     } else {
       x = x * args.unit;
     }
@@ -393,15 +403,15 @@ PYCOMM_PASS void move_patch(const Warp& warp, const MoveParams& args, const Arra
   }
   const size_t begin = patch * Warp::kNeighbours;
   const int left = left_of(args.rows.numel(), begin, Warp::kNeighbours);
-  auto place = warp.place(args.rows, begin);
+  Place place = warp.place(args.rows, begin);
   PYCOMM_UNROLL
-  for (int k = 0; warp.has(k, left); k++, place.next()) {
+  for (int k = 0; warp.has(k, left); k++, place.next(args.rows)) {
     Lanes moved = warp.load(gradient, begin, left, k);
     const Lanes kept = moved * by;
     warp.put(momentum, begin, left, k, kept);
     if (!known) continue;
     if (divides) {
-      moved = kept * place.by_row(room.reciprocal_row) * place.by_column(room.reciprocal_column);
+      moved = kept * warp.by_row(place, args.rows, room.reciprocal_row) * warp.by_column(place, args.rows, room.reciprocal_column);
     }
     if (limited) moved = warp.clamped(moved, args.limit);
     const Lanes x = warp.load(values, begin, left, k);
