@@ -70,7 +70,7 @@ class CodedAdamW(CodedOptimizer):
         ... )  # doctest: +SKIP
     """
 
-    _moment, _torch = CodedMoment, torch.optim.AdamW
+    _moment, _torch, _exact = CodedMoment, torch.optim.AdamW, ("step", "exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -109,13 +109,6 @@ class CodedAdamW(CodedOptimizer):
         """
         plain: torch.optim.AdamW = self._to_torch(**options)
         return plain
-
-    def _start_exact(self, parameter: torch.Tensor) -> None:
-        state = self.state[parameter]
-        if "exp_avg" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
 
     def _step_exact(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         states = [self.state[parameter] for parameter in parameters]

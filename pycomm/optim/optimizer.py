@@ -78,6 +78,8 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
     """What is kept of a coded parameter, and how it moves."""
     _torch: ClassVar[type[torch.optim.Optimizer]]
     """The same optimizer of torch, which exchanges nothing."""
+    _exact: ClassVar[tuple[str, ...]]
+    """What it keeps of a parameter that travels exactly."""
 
     def __init__(
         self,
@@ -172,21 +174,13 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
                     self.momenta.check_reduced(self._names[id(parameter)], parameter)
         self.momenta.take_sums()
         coded = {id(moment.parameter): moment for moment in self.momenta.moments.values()}
-        for one in coded.values():
-            if one.parameter.grad is not None:
-                self.state[one.parameter] = one.state
         for group in self.param_groups:
-            lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-            exact, moments = [], []
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                moment = coded.get(id(parameter))
-                if moment is None:
-                    exact.append(parameter)
-                else:
-                    moments.append(moment)
-            self.momenta.move(moments, lr, weight_decay)
+            given = [parameter for parameter in group["params"] if parameter.grad is not None]
+            moments = [coded[id(parameter)] for parameter in given if id(parameter) in coded]
+            exact = [parameter for parameter in given if id(parameter) not in coded]
+            for moment in moments:
+                self.state[moment.parameter] = moment.state
+            self.momenta.move(moments, float(group["lr"]), float(group["weight_decay"]))
             for parameter in exact:
                 self._start_exact(parameter)
             if exact:
@@ -423,9 +417,13 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
                 moment.start()
                 self.state[parameter] = moment.state
 
-    @abstractmethod
     def _start_exact(self, parameter: torch.Tensor) -> None:
         """Fill the state of a parameter that travels exactly, if it is empty."""
+        state = self.state[parameter]
+        if self._moment.key not in state:
+            for key in self._exact:
+                number = torch.zeros((), dtype=torch.float32, device="cpu")
+                state[key] = number if key == "step" else torch.zeros_like(parameter)
 
     @abstractmethod
     def _step_exact(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
