@@ -1,7 +1,9 @@
 #include "optim/moments.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
+#include <thread>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
@@ -10,6 +12,7 @@
 #include "codecs/base/launch.h"
 #include "codecs/base/loops.h"
 #include "codecs/cast.h"
+#include "core/arithmetic.h"
 #include "core/error.h"
 #include "optim/moments_passes.h"
 
@@ -390,6 +393,29 @@ PYCOMM_SIMD void adamw(const AdamWParams& given, DType, size_t part, bool) {
   const float* __restrict const g = args.gradient;
   float *__restrict const m = args.momentum, *__restrict const v = args.squares;
   for (size_t i = begin; i < end; i++) step_value(x[i], g[i], m[i], v[i], args.by);
+}
+
+/// Calls act(item) for each item below `items`, which together go over `values`; few values are
+/// for the caller's thread alone. No result may depend on which thread has taken an item. Threads
+/// are made anew: passes are called too rarely to keep some.
+template <typename Act>
+void spread(size_t items, size_t values, int threads, const Act& act) {
+  constexpr size_t kPerThread = size_t{1} << 18;  // values that are worth a thread
+  const size_t worth = std::max<size_t>(1, values / kPerThread);
+  const size_t count = std::min({static_cast<size_t>(std::max(1, threads)), worth, items});
+  if (count <= 1) {
+    for (size_t i = 0; i < items; i++) act(i);
+    return;
+  }
+  std::atomic<size_t> next{0};
+  const auto work = [&] {
+    const DefaultArithmetic arithmetic;
+    for (size_t i; (i = next.fetch_add(1)) < items;) act(i);
+  };
+  std::vector<std::thread> others;
+  for (size_t t = 1; t < count; t++) others.emplace_back(work);
+  work();
+  for (std::thread& other : others) other.join();
 }
 
 /// A pass: its kernel on a device, by its name; and what the host does for each unit of a shard,

@@ -15,9 +15,16 @@
 #include "core/op.h"
 #include "core/types.h"
 #include "optim/moments_params.h"
-#include "optim/spread.h"
 
 namespace pycomm::moments {
+
+/// Threads of the host, of which a pass takes this many at most; or a stream of a device.
+struct Where {
+  int threads = 1;
+  Stream stream;
+
+  bool on_device() const { return stream.device == Device::cuda; }
+};
 
 /// Values in one of the forms of moments_params.h.
 struct Stored {

@@ -43,7 +43,7 @@ namespace {
 using Works = py::call_guard<GilReleased, DefaultArithmetic>;
 
 /// Returns where passes run. `given`: threads or a stream.
-Where where_of(bool on_host, uintptr_t given) {
+moments::Where where_of(bool on_host, uintptr_t given) {
   if (on_host) return {static_cast<int>(given), {}};
   return {1, {Device::cuda, pointer(given), {}}};
 }
@@ -51,7 +51,7 @@ Where where_of(bool on_host, uintptr_t given) {
 /// Matrices, and whether the host works on them: else a stream does.
 struct Moments : moments::Moments {
   explicit Moments(bool on_host) : on_host(on_host) {}
-  Where where(uintptr_t given) const { return where_of(on_host, given); }
+  moments::Where where(uintptr_t given) const { return where_of(on_host, given); }
   const bool on_host;
 };
 
