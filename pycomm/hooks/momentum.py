@@ -88,8 +88,8 @@ class Momenta:
         self._held: list[Job] = []
         self._codecs_then: list[Codec] = []
         self._handles: dict[str, Any] = {}  # of the coded parameters that get gradients, in DDP
-        self._looked: set[str] = set()  # those that this backward has reached,
-        self._filled: set[str] = set()  # and that had a gradient then which no step has used
+        # Whether those that this backward has reached had a gradient then which no step has used.
+        self._filled: dict[str, bool] = {}
         self._refresh_asked, self._refresh = refresh, refresh or 1
 
     @staticmethod
@@ -328,7 +328,7 @@ class Momenta:
         for moment in self.moments.values():
             moment.begin()
         self._passes.refresh()
-        self._forget_looks()
+        self._filled.clear()
         for name, moment in self.moments.items():  # those that were frozen may get gradients now
             self._watch(name, moment.parameter)
 
@@ -338,21 +338,14 @@ class Momenta:
             return self.state.on_any_rank(any(map(_is_filled, self.moments.values())))
         for name in self._handles:  # a frozen one had no gradient
             self.look(name)
-        found = bool(self._filled)
-        self._forget_looks()
-        return found
-
-    def _forget_looks(self) -> None:
-        self._looked.clear()
+        found = any(self._filled.values())
         self._filled.clear()
+        return found
 
     def look(self, name: str) -> None:
         """See whether a gradient holds what no step has used, before a backward adds to it."""
-        if not self._unused or name in self._looked:
-            return
-        self._looked.add(name)
-        if _is_filled(self.moments[name]):
-            self._filled.add(name)
+        if self._unused and name not in self._filled:
+            self._filled[name] = _is_filled(self.moments[name])
 
     def step_ended(self) -> None:
         """All buckets of a step were given to `reduce`: second moments travel behind the last."""

@@ -66,10 +66,10 @@ BOUND = 3.0
 over all values of a matrix. Second moments are known after the coding, up to some steps later:
 without a bound, one gradient that is a hundred times too large moves all values by dozens of
 learning rates, and stays in the momentum. Adam divides it by a root that it has enlarged itself."""
-FLOAT32_STATES = (
-    *("row", "column", "heard"),
-    *("moment_weight", "coding_error", "mean_energy", "own_energy"),
-)
+# Places in Numbers of csrc/optim/moments_params.h.
+_STATES = {"moment_weight": 0, "coding_error": 1, "mean_energy": 2, "own_energy": 3}
+_STEPS, _DECAY = 4, slice(8, 10)
+FLOAT32_STATES = ("row", "column", "heard", *_STATES)
 """States that are float32 whatever the parameter is. Those without dimensions are where the passes
 are: views of memory that a checkpoint does not need."""
 _TINY = 1e-30
@@ -78,9 +78,6 @@ LIMIT = 50.0
 old. A value that waited for hundreds of steps moves it by dozens."""
 
 assert EXTRA == _C.MOMENT_EXTRA
-# Places in Numbers of csrc/optim/moments_params.h.
-_STATES = {"moment_weight": 0, "coding_error": 1, "mean_energy": 2, "own_energy": 3}
-_STEPS, _DECAY = 4, slice(8, 10)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
