@@ -301,15 +301,23 @@ PYCOMM_HD void with_warp(DType dtype, bool floats, size_t columns, bool far, con
   }
 }
 
-/// Calls act(first, end, patch) for all tiles of a block of rows: those that follow each other in
-/// memory, and few enough rows for the first-level cache.
+/// Calls act(first, end) for rows of a block that the first-level cache has between two passes.
 template <typename Act>
-PYCOMM_HD void over_tiles(const Rows& rows, size_t block, const Act& act) {
-  const auto patches = static_cast<uint32_t>(rows.patches());
-  const size_t together = patches > 1 ? 2 : 16;
+PYCOMM_HD void over_rows(const Rows& rows, size_t block, const Act& act) {
+  const size_t together = rows.columns > kPatch ? 2 : 16;
   const size_t end = std::min<size_t>(rows.count, (block + 1) * kBlock);
-  for (size_t i = block * kBlock; i < end; i += together) {
-    for (uint32_t patch = 0; patch < patches; patch++) act(i, std::min(end, i + together), patch);
+  for (size_t i = block * kBlock; i < end; i += together) act(i, std::min(end, i + together));
+}
+
+/// Encodes rows, one after the other: the momentum is then read as it lies in memory.
+template <bool kMade, typename Warp, typename Array>
+PYCOMM_HD void encode_rows(const Warp& warp, const CodingParams& args, const Array& values,
+                           const Array& copy, size_t first, size_t end, float share) {
+  const auto patches = static_cast<uint32_t>(args.rows.patches());
+  for (size_t i = first; i < end; i++) {
+    for (uint32_t patch = 0; patch < patches; patch++) {
+      encode_patch<kMade>(warp, args, values, copy, i, patch, share, nullptr);
+    }
   }
 }
 
@@ -322,10 +330,13 @@ PYCOMM_SIMD void squares(const CodingParams& given, DType dtype, size_t block, b
   with_warp(dtype, floats, args.rows.columns, far, [&](auto warp, auto value) PYCOMM_INLINED {
     using Values = Array<decltype(value)>;
     const Values values(args.values), copy(args.copy);
-    over_tiles(args.rows, block, [&](size_t first, size_t end, uint32_t patch) PYCOMM_INLINED {
-      if (first < real) square_tile(warp, args, values, first, std::min(end, real), patch);
+    const auto patches = static_cast<uint32_t>(args.rows.patches());
+    over_rows(args.rows, block, [&](size_t first, size_t end) PYCOMM_INLINED {
+      for (uint32_t patch = 0; first < real && patch < patches; patch++) {
+        square_tile(warp, args, values, first, std::min(end, real), patch);
+      }
       if constexpr (Values::is_float32()) {
-        if (args.encodes) encode_tile<false>(warp, args, values, copy, first, end, patch, 1.0f);
+        if (args.encodes) encode_rows<false>(warp, args, values, copy, first, end, 1.0f);
       }
     });
   });
@@ -339,9 +350,9 @@ PYCOMM_SIMD void encode(const CodingParams& given, DType dtype, size_t block, bo
   with_warp(dtype, floats, args.rows.columns, far, [&](auto warp, auto value) PYCOMM_INLINED {
     using Values = Array<decltype(value)>;
     const Values values(args.values), copy(args.copy);
-    over_tiles(args.rows, block, [&](size_t first, size_t end, uint32_t patch) PYCOMM_INLINED {
+    over_rows(args.rows, block, [&](size_t first, size_t end) PYCOMM_INLINED {
       constexpr bool kMade = Values::is_float32();
-      encode_tile<kMade>(warp, args, values, copy, first, end, patch, share);
+      encode_rows<kMade>(warp, args, values, copy, first, end, share);
     });
   });
 }

@@ -203,13 +203,26 @@ __global__ void __launch_bounds__(cuda::kThreads)
 template <typename Value>
 __global__ void __launch_bounds__(cuda::kThreads) encode(const codecs::Batch<CodingParams> batch) {
   const CodingParams args = codecs::tensor_of_block(batch);
-  const auto patches = static_cast<uint32_t>(args.rows.patches());
+  const Rows& rows = args.rows;
+  const Room room = room_of(args);
+  const auto patches = static_cast<uint32_t>(rows.patches());
   const size_t tile = codecs::warp_of(args), first = tile / patches * kEncodeRows;
-  if (first < args.rows.count) {
-    encode_tile<false>(
-        Warp(), args, Array<Value>(args.values), Array<Value>(args.copy), first,
-        first + kEncodeRows < args.rows.count ? first + kEncodeRows : args.rows.count,
-        static_cast<uint32_t>(tile % patches), room_of(args).shares[args.rows.shard]);
+  if (first < rows.count) {
+    const Warp warp;
+    const auto patch = static_cast<uint32_t>(tile % patches);
+    const size_t begin = size_t{patch} * kPatch;
+    const float share = room.shares[rows.shard];
+    float factors[kEach];
+#pragma unroll
+    for (int k = 0; k < kEach; k++) {
+      const int left = left_of(rows.columns, begin);
+      factors[k] = args.divides != 0 ? warp.load(room.inverse_column, begin, left, k) : 1.0f;
+    }
+    const size_t end = first + kEncodeRows < rows.count ? first + kEncodeRows : rows.count;
+    for (size_t i = first; i < end; i++) {
+      encode_patch<false>(warp, args, Array<Value>(args.values), Array<Value>(args.copy), i, patch,
+                          share, factors);
+    }
   }
   if (args.stored != nullptr && is_last(args, 1)) finish_encode(Block(), args);
 }

@@ -228,68 +228,58 @@ PYCOMM_TEAM void finish_squares(const Team& team, const CodingParams& args) {
 
 // ---------------------------------------------------------------- encode
 
-/// Replaces gradients by what is coded, in a patch of some rows, `first` to `end`, and writes that
-/// to `copy`, too, if it has memory. `share`: how much of the gradient counts. `kMade`: all of it
-/// was encoded before.
+/// Replaces gradients by what is coded, in a patch of row i, and writes that to `copy`, too, if it
+/// has memory. `share`: how much of the gradient counts. `kMade`: all of it was encoded before.
+/// `factors`: of the patch, if the warp has loaded them.
 template <bool kMade, typename Warp, typename Array>
-PYCOMM_PASS void encode_tile(const Warp& warp, const CodingParams& args, const Array& values,
-                             const Array& copy, size_t first, size_t end, uint32_t patch,
-                             float share) {
+PYCOMM_PASS void encode_patch(const Warp& warp, const CodingParams& args, const Array& values,
+                              const Array& copy, size_t i, uint32_t patch, float share,
+                              const typename Warp::Lanes* factors) {
   using Lanes = typename Warp::Lanes;
   const Rows& rows = args.rows;
   const Room room = room_of(args);
   const size_t patches = rows.patches(), begin = size_t{patch} * kPatch;
+  const size_t at = i * rows.columns + begin;
   const int left = left_of(rows.columns, begin);
-  const uint32_t real = rows.real();
   const float beta = room.numbers->beta * args.by_kept, rest = room.numbers->rest;
   const float other = (1 - share) * beta;
-  const bool goes_on = beta > 0;
+  const float by_row = args.divides != 0 ? factor_of(room.inverse_row, rows, i) : 1.0f;
+  const bool adds = beta > 0 && i < rows.real();
   // On a device, what is not wanted costs less than to decide about it.
   constexpr bool all = Warp::kAhead == kEach;
-  Lanes factors[kEach];
+  Lanes g[Warp::kAhead], m[Warp::kAhead], e[Warp::kAhead], of_left{}, of_coded{};
   PYCOMM_UNROLL
-  for (int k = 0; all && warp.has(k, left); k++) {
-    factors[k] =
-        args.divides != 0 ? warp.load(room.inverse_column, begin, left, k) : Lanes(1.0f);
-  }
-  for (size_t i = first; i < end; i++) {
-    const float by_row = args.divides != 0 ? factor_of(room.inverse_row, rows, i) : 1.0f;
-    const bool adds = goes_on && i < real;
-    const size_t at = i * rows.columns + begin;
-    Lanes g[Warp::kAhead], m[Warp::kAhead], e[Warp::kAhead], of_left{}, of_coded{};
+  for (int from = 0; warp.has(from, left); from += Warp::kAhead) {
     PYCOMM_UNROLL
-    for (int from = 0; warp.has(from, left); from += Warp::kAhead) {
-      PYCOMM_UNROLL
-      for (int a = 0; a < Warp::kAhead; a++) {
-        g[a] = warp.load(values, at, left, from + a);
-        m[a] = warp.load(args.momentum, args.momentum_form, at, adds ? left : 0, from + a);
-        e[a] = warp.load(args.stored, args.form, at, args.stored != nullptr ? left : 0, from + a);
-      }
-      PYCOMM_UNROLL
-      for (int a = 0; a < Warp::kAhead; a++) {
-        Lanes by_column = all ? factors[from + a] : Lanes(1.0f);
-        if (!all && args.divides != 0) {
-          by_column = warp.load(room.inverse_column, begin, left, from + a);
-        }
-        Lanes p = kMade ? g[a] : adds ? g[a] * rest + m[a] * beta : g[a] * rest;
-        if (!kMade && (all || args.divides != 0)) p = p * by_row * by_column;
-        if (share < 1.0f) p = p * share;
-        if (share < 1.0f && adds) p = p + m[a] * other * by_row * by_column;
-        if (all || args.stored != nullptr) {
-          const Lanes both = p + e[a];
-          of_left = of_left + e[a] * e[a];
-          of_coded = of_coded + both * both;
-        }
-        warp.store(values, at, left, from + a, p);
-        if (copy.at != nullptr) warp.put(copy, at, left, from + a, p);
-      }
+    for (int a = 0; a < Warp::kAhead; a++) {
+      g[a] = warp.load(values, at, left, from + a);
+      m[a] = warp.load(args.momentum, args.momentum_form, at, adds ? left : 0, from + a);
+      e[a] = warp.load(args.stored, args.form, at, args.stored != nullptr ? left : 0, from + a);
     }
-    if (args.stored == nullptr) continue;
-    const float left_sum = warp.sum(of_left), coded_sum = warp.sum(of_coded);
-    if (!warp.leads()) continue;
-    args.left[i * patches + patch] = left_sum;
-    args.left[rows.cells() + i * patches + patch] = coded_sum;
+    PYCOMM_UNROLL
+    for (int a = 0; a < Warp::kAhead; a++) {
+      Lanes by_column = all ? factors[from + a] : Lanes(1.0f);
+      if (!all && args.divides != 0) {
+        by_column = warp.load(room.inverse_column, begin, left, from + a);
+      }
+      Lanes p = kMade ? g[a] : adds ? g[a] * rest + m[a] * beta : g[a] * rest;
+      if (!kMade && (all || args.divides != 0)) p = p * by_row * by_column;
+      if (share < 1.0f) p = p * share;
+      if (share < 1.0f && adds) p = p + m[a] * other * by_row * by_column;
+      if (all || args.stored != nullptr) {
+        const Lanes both = p + e[a];
+        of_left = of_left + e[a] * e[a];
+        of_coded = of_coded + both * both;
+      }
+      warp.store(values, at, left, from + a, p);
+      if (copy.at != nullptr) warp.put(copy, at, left, from + a, p);
+    }
   }
+  if (args.stored == nullptr) return;
+  const float left_sum = warp.sum(of_left), coded_sum = warp.sum(of_coded);
+  if (!warp.leads()) return;
+  args.left[i * patches + patch] = left_sum;
+  args.left[rows.cells() + i * patches + patch] = coded_sum;
 }
 
 /// Adds up what the warps have found of the errors of all shards.
