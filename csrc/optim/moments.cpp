@@ -301,12 +301,12 @@ PYCOMM_HD void with_warp(DType dtype, bool floats, size_t columns, bool far, con
   }
 }
 
-/// Calls act(first, end) for rows of a block that the first-level cache has between two passes.
+/// Calls act(first, end) for the pairs of rows of a block: the first-level cache has them between
+/// two passes.
 template <typename Act>
 PYCOMM_HD void over_rows(const Rows& rows, size_t block, const Act& act) {
-  const size_t together = rows.columns > kPatch ? 2 : 16;
   const size_t end = std::min<size_t>(rows.count, (block + 1) * kBlock);
-  for (size_t i = block * kBlock; i < end; i += together) act(i, std::min(end, i + together));
+  for (size_t i = block * kBlock; i < end; i += 2) act(i, std::min(end, i + 2));
 }
 
 /// Encodes rows, one after the other: the momentum is then read as it lies in memory.
@@ -402,7 +402,7 @@ PYCOMM_SIMD void adamw(const AdamWParams& given, DType, size_t part, bool) {
   const size_t begin = part * kPart, end = std::min<size_t>(args.numel, begin + kPart);
   float* __restrict const x = args.values;
   const float* __restrict const g = args.gradient;
-  float *__restrict const m = args.momentum, *__restrict const v = args.squares;
+  float* __restrict const m = args.momentum, * __restrict const v = args.squares;
   for (size_t i = begin; i < end; i++) step_value(x[i], g[i], m[i], v[i], args.by);
 }
 
@@ -622,8 +622,18 @@ void Moments::commit(const float* sums, const std::vector<Commit>& how, uint32_t
     const Matrix& m = matrices_[i];
     const Commit& by = how.at(i);
     const float* const own = sums == nullptr ? nullptr : sums + m.sums_at;
-    run.add({{}, own, m.room, m.row, m.column, m.heard, m.rows.all, m.rows.columns, ranks, by.use,
-             by.beta2, by.eps},
+    run.add({{},
+             own,
+             m.room,
+             m.row,
+             m.column,
+             m.heard,
+             m.rows.all,
+             m.rows.columns,
+             ranks,
+             by.use,
+             by.beta2,
+             by.eps},
             1);
   }
   run.start(where);
@@ -653,8 +663,8 @@ void step_by_adamw(const std::vector<Tensor>& tensors, const AdamW& settings, co
   Run run(kAdamW);
   for (const Tensor& tensor : tensors) {
     const double steps = static_cast<double>(*tensor.steps += 1);
-    AdamWParams params{{},           tensor.values,  tensor.gradient, tensor.momentum,
-                       tensor.squares, tensor.numel, {},              0};
+    AdamWParams params{
+        {}, tensor.values, tensor.gradient, tensor.momentum, tensor.squares, tensor.numel, {}, 0};
     params.by.rest1 = static_cast<float>(1 - settings.beta1);
     params.by.beta2 = static_cast<float>(settings.beta2);
     params.by.rest2 = static_cast<float>(1 - settings.beta2);

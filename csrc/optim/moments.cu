@@ -187,8 +187,7 @@ __device__ __forceinline__ bool is_last(const Params& args, int pass) {
 // ---------------------------------------------------------------- kernels
 
 template <typename Value>
-__global__ void __launch_bounds__(cuda::kThreads)
-    squares(const codecs::Batch<CodingParams> batch) {
+__global__ void __launch_bounds__(cuda::kThreads) squares(const codecs::Batch<CodingParams> batch) {
   const CodingParams args = codecs::place_of_block(batch);
   const auto patches = static_cast<uint32_t>(args.rows.patches());
   const size_t tile = codecs::warp_of(args), first = tile / patches * kBlock;

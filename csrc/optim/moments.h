@@ -119,7 +119,8 @@ class PYCOMM_API Moments {
   /// scaled down to that.
   void code(const Bucket& bucket, const std::vector<Turn>& turns, bool encodes,
             const Where& where) const;
-  /// Stores what was sent of coded values x: (x + e before - e after) d kept. `divides`: see Bucket.
+  /// Stores what was sent of coded values x: (x + e before - e after) d kept. `divides`: see
+  /// Bucket.
   void sent(const void* values, DType dtype, const std::vector<Sending>& sendings, bool divides,
             const float* swapped, const Where& where) const;
   /// Multiplies coded values by unit and, if they were divided, by d; and looks at them.

@@ -258,11 +258,11 @@ struct CodingParams {
   void* copy;                 ///< null: nowhere
   Rows rows;
   uint16_t momentum_form, form;
-  uint32_t ranks;             ///< that average their momenta
-  float by_kept;              ///< by which the momentum is a mean one
-  uint16_t divides;           ///< 0: factors are 1
-  uint16_t looks;             ///< 0: squares were added up before
-  uint32_t encodes;           ///< not 0: the host encodes in the pass that adds up squares
+  uint32_t ranks;    ///< that average their momenta
+  float by_kept;     ///< by which the momentum is a mean one
+  uint16_t divides;  ///< 0: factors are 1
+  uint16_t looks;    ///< 0: squares were added up before
+  uint32_t encodes;  ///< not 0: the host encodes in the pass that adds up squares
 };
 static_assert(sizeof(CodingParams) <= 160);  // launches have room for 25 matrices
 

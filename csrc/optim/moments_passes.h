@@ -334,7 +334,8 @@ PYCOMM_PASS void send_patch(const Warp& warp, const SentParams& args, const Arra
         x = x - warp.load(after, args.form, begin, left, k);
       }
       if (args.divides != 0) {
-        x = x * (warp.by_row(place, args.rows, room.by_row) * args.kept) * warp.by_column(place, args.rows, room.by_column);
+        x = x * (warp.by_row(place, args.rows, room.by_row) * args.kept) *
+            warp.by_column(place, args.rows, room.by_column);
       } else {
         x = x * args.kept;
       }
@@ -356,7 +357,8 @@ PYCOMM_PASS void land_patch(const Warp& warp, const LandParams& args, const Arra
   for (int k = 0; warp.has(k, left); k++, place.next(args.rows)) {
     auto x = warp.load(values, begin, left, k);
     if (args.divides != 0) {
-      x = x * (warp.by_row(place, args.rows, room.by_row) * args.unit) * warp.by_column(place, args.rows, room.by_column);
+      x = x * (warp.by_row(place, args.rows, room.by_row) * args.unit) *
+          warp.by_column(place, args.rows, room.by_column);
     } else {
       x = x * args.unit;
     }
@@ -401,7 +403,8 @@ PYCOMM_PASS void move_patch(const Warp& warp, const MoveParams& args, const Arra
     warp.put(momentum, begin, left, k, kept);
     if (!known) continue;
     if (divides) {
-      moved = kept * warp.by_row(place, args.rows, room.reciprocal_row) * warp.by_column(place, args.rows, room.reciprocal_column);
+      moved = kept * warp.by_row(place, args.rows, room.reciprocal_row) *
+              warp.by_column(place, args.rows, room.reciprocal_column);
     }
     if (limited) moved = warp.clamped(moved, args.limit);
     const Lanes x = warp.load(values, begin, left, k);

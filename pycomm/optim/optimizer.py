@@ -384,8 +384,8 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         self.param_groups = groups
         numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in groups)
-        for number, parameter in zip(numbers, parameters, strict=True):
-            for key, value in given["state"].get(number, {}).items():
+        for place, parameter in zip(numbers, parameters, strict=True):
+            for key, value in given["state"].get(place, {}).items():
                 if key in FLOAT32_STATES:
                     device = local(parameter).device if value.ndim else torch.device("cpu")
                     exact = value.detach().to(device, torch.float32, copy=True)
