@@ -155,13 +155,13 @@ class MomentUse:
     step: ClassVar[MomentUse]
     scale: ClassVar[MomentUse]
 
-class HostMoments:
-    def __init__(self) -> None: ...
+class Moments:
+    def __init__(self, on_host: bool, /) -> None: ...
     def add(
         self,
         place: tuple[int, int],
         rows: tuple[int, int, int, int, int, int],
-        addresses: tuple[int, int, int, int],
+        addresses: Sequence[int],
         momentum: tuple[int, int],
         residual: tuple[int, int, int],
         own: tuple[int, int, int],
@@ -169,8 +169,9 @@ class HostMoments:
     ) -> None: ...
     @property
     def scratch_floats(self) -> int: ...
-    def squares(self, job: tuple[Any, ...], turns: Sequence[Any], where: int, /) -> None: ...
-    def encode(self, job: tuple[Any, ...], turns: Sequence[Any], where: int, /) -> None: ...
+    def code(
+        self, bucket: tuple[Any, ...], turns: Sequence[Any], encodes: bool, where: int, /
+    ) -> None: ...
     def sent(self, values: int, dtype: DType, sendings: Sequence[Any], /, *args: int) -> None: ...
     def land(
         self, values: int, dtype: DType, unit: float, divides: bool, where: int, /
@@ -179,22 +180,17 @@ class HostMoments:
     def commit(self, sums: int, how: Sequence[Any], ranks: int, where: int, /) -> None: ...
     def move(self, steps: Sequence[Any], dtype: DType, where: int, /) -> None: ...
 
-DeviceMoments = HostMoments
-
-# -- steps of optimizers (optim/adamw.cpp), by addresses
-
 def adamw_step(
+    on_host: _bool,
     tensors: Sequence[tuple[int, ...]],
     lr: float,
     beta1: float,
     beta2: float,
     eps: float,
     weight_decay: float,
-    threads: int,
+    where: int,
     /,
 ) -> None: ...
-
-adamw_step_on_device = adamw_step  # the last argument is a stream
 
 # -- stores (core/stores.cpp)
 

@@ -1,34 +1,45 @@
 #include "optim/moments.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
-#include <cstring>
+#include <thread>
 #ifdef __SSE2__
 #include <emmintrin.h>
 #endif
 
 #include "codecs/base/feedback.h"
+#include "codecs/base/launch.h"
+#include "codecs/base/loops.h"
 #include "codecs/cast.h"
-#include "optim/moments_sums.h"
-#include "optim/spread.h"
+#include "core/arithmetic.h"
+#include "core/error.h"
+#include "optim/moments_passes.h"
 
 namespace pycomm::moments {
 namespace {
 
-using feedback::Storage;
+namespace stored = codecs::stored;
+using codecs::stored::kFloat32, codecs::stored::kInt8;
 
-constexpr size_t kSlice = 1024;           // values of a row that stay in the first-level cache
-constexpr size_t kFar = size_t{1} << 21;  // values of a call from which caches do not hold a pass
-static_assert(kSlice % kPatch == 0 && kBlock % feedback::kBlock == 0);
+static_assert(kLanes == 32 && kLanes == stored::kBlock);
 
-// ------------------------------------------------------------------------------ sums of rows
+// ------------------------------------------------------------------------------ a warp of the host
 
 // A vector of the compiler's, which each level of SIMD holds in as many registers as it needs.
 using Eight = float __attribute__((vector_size(32), aligned(4), may_alias));
 
-/// The lanes of a patch, or values for them. Four members and no array, which stay in registers.
+/// A float of each lane. Four members and no array, which stay in registers.
 struct Lanes {
-  Eight a = {}, b = {}, c = {}, d = {};
+  Eight a, b, c, d;
+
+  Lanes() = default;
+  PYCOMM_HD Lanes(Eight a, Eight b, Eight c, Eight d) : a(a), b(b), c(c), d(d) {}
+  PYCOMM_HD Lanes(float x) {
+    float room[kLanes];  // a vector's values would be put in one by one
+    for (float& each : room) each = x;
+    *this = at(room);
+  }
 
   PYCOMM_HD static Lanes at(const float* x) {
     const auto* from = reinterpret_cast<const Eight*>(x);
@@ -41,546 +52,197 @@ struct Lanes {
     out[2] = c;
     out[3] = d;
   }
-  PYCOMM_HD Lanes operator+(const Lanes& y) const { return {a + y.a, b + y.b, c + y.c, d + y.d}; }
-  PYCOMM_HD Lanes operator*(const Lanes& y) const { return {a * y.a, b * y.b, c * y.c, d * y.d}; }
+};
+PYCOMM_HD Lanes operator+(const Lanes& x, const Lanes& y) {
+  return {x.a + y.a, x.b + y.b, x.c + y.c, x.d + y.d};
+}
+PYCOMM_HD Lanes operator-(const Lanes& x, const Lanes& y) {
+  return {x.a - y.a, x.b - y.b, x.c - y.c, x.d - y.d};
+}
+PYCOMM_HD Lanes operator*(const Lanes& x, const Lanes& y) {
+  return {x.a * y.a, x.b * y.b, x.c * y.c, x.d * y.d};
+}
 
-  /// Adds half of the lanes to the other, until one is left.
-  PYCOMM_HD float total() const {
-    const Eight eight = (a + c) + (b + d);
+// Of values that are fewer than lanes, these loops become loads and stores with a mask. A call of
+// memcpy would store all vectors.
+
+/// Decodes values; zeros are in the lanes behind them.
+template <typename Form>
+PYCOMM_HD Lanes decoded(const void* from, int count) {
+  const auto* const codes = static_cast<const typename Form::Code*>(from);
+  if constexpr (sizeof *codes == sizeof(float)) {
+    if (count == kApart) return Lanes::at(codes);
+  }
+  float room[kLanes];
+  if (count == kApart) {
+    for (int l = 0; l < kApart; l++) room[l] = Form::decode(codes[l]);
+  } else {
+    for (int l = 0; l < kApart; l++) room[l] = l < count ? Form::decode(codes[l]) : 0.0f;
+  }
+  return Lanes::at(room);
+}
+template <typename Form>
+PYCOMM_HD void encode(const Lanes& x, int count, void* to) {
+  auto* const codes = static_cast<typename Form::Code*>(to);
+  if constexpr (sizeof *codes == sizeof(float)) {
+    if (count == kApart) return x.to(codes);
+  }
+  float room[kLanes];
+  x.to(room);
+  if (count == kApart) {
+    for (int l = 0; l < kApart; l++) codes[l] = Form::encode(room[l]);
+  } else {
+    for (int l = 0; l < kApart; l++) {
+      if (l < count) codes[l] = Form::encode(room[l]);
+    }
+  }
+}
+
+/// `kPlain`: all arrays are of floats, and rows of whole lanes, as in most passes, which take
+/// half of the time where nothing decides about that.
+template <bool kPlain>
+struct Warp {
+  using Lanes = moments::Lanes;
+  static constexpr bool kInMemory = true;
+  static constexpr int kAhead = 1;
+  static constexpr size_t kNeighbours = 8 * kPatch;
+  /// put() writes past the caches, which do not hold the pass and would read the memory first.
+  bool far;
+
+  PYCOMM_HD static bool has(int k, int left) { return k * kApart < left; }
+  PYCOMM_HD static int there(int left, int k) {
+    const int count = left - k * kApart;
+    return count <= 0 ? 0 : count < kApart && !kPlain ? count : kApart;
+  }
+  PYCOMM_HD static bool takes(int, int) { return true; }
+  PYCOMM_HD static bool leads() { return true; }
+  PYCOMM_HD static Place place(const Rows& rows, size_t i) {
+    return {static_cast<uint32_t>(i / rows.columns), static_cast<uint32_t>(i % rows.columns)};
+  }
+  /// Returns at(row, column) for each lane.
+  template <typename At>
+  PYCOMM_HD static Lanes each(Place place, const Rows& rows, const At& at) {
+    float room[kLanes];
+    for (float& value : room) {
+      value = at(place.row, place.column);
+      if (++place.column < rows.columns) continue;
+      place.column = 0;
+      place.row++;
+    }
+    return Lanes::at(room);
+  }
+  PYCOMM_HD static bool in_one_row(const Place& place, const Rows& rows) {
+    return kPlain || place.column + kLanes <= rows.columns;
+  }
+  PYCOMM_HD static Lanes by_row(const Place& place, const Rows& rows, const float* factors) {
+    if (in_one_row(place, rows)) return factor_of(factors, rows, place.row);
+    return each(place, rows, [&](size_t i, size_t) { return factor_of(factors, rows, i); });
+  }
+  PYCOMM_HD static Lanes by_column(const Place& place, const Rows& rows, const float* factors) {
+    if (in_one_row(place, rows)) return Lanes::at(factors + place.column);
+    return each(place, rows, [&](size_t, size_t j) { return factors[j]; });
+  }
+
+  PYCOMM_HD static Lanes load(const float* from, size_t i, int left, int k) {
+    return decoded<stored::Float32>(from + i + k * kLanes, there(left, k));
+  }
+  template <typename Value>
+  PYCOMM_HD static Lanes load(const Array<Value>& from, size_t i, int left, int k) {
+    return decoded<Value>(from.at + i + k * kLanes, there(left, k));
+  }
+  PYCOMM_HD static Lanes load(const void* from, uint32_t form, size_t i, int left, int k) {
+    const int count = there(left, k);
+    if (count == 0) return 0.0f;
+    if (kPlain || form == kFloat32) return load(static_cast<const float*>(from), i, left, k);
+    i += k * kLanes;
+    const auto* const codes = static_cast<const uint16_t*>(from) + i;
+    if (form == kFloat16) return decoded<codecs::cast::Float16>(codes, count);
+    if (form != kInt8) return decoded<codecs::cast::BFloat16>(codes, count);
+    const auto* const block =
+        static_cast<const uint8_t*>(from) + i / stored::kBlock * stored::kBlockBytes;
+    const int first = static_cast<int>(i % stored::kBlock);
+    float room[2 * kLanes];
+    codecs::load_block(block, room);
+    if (first + count > kApart) codecs::load_block(block + stored::kBlockBytes, room + kLanes);
+    return decoded<stored::Float32>(room + first, count);
+  }
+
+  PYCOMM_HD static void store(float* to, size_t i, int left, int k, const Lanes& x) {
+    moments::encode<stored::Float32>(x, there(left, k), to + i + k * kLanes);
+  }
+  template <typename Value>
+  PYCOMM_HD static void store(const Array<Value>& to, size_t i, int left, int k, const Lanes& x) {
+    moments::encode<Value>(x, there(left, k), to.at + i + k * kLanes);
+  }
+  template <typename Value>
+  PYCOMM_HD void put(const Array<Value>& to, size_t i, int left, int k, const Lanes& x) const {
+#ifdef __SSE2__
+    if constexpr (Array<Value>::is_float32()) {
+      float* const at = to.at + i + k * kLanes;
+      if (far && there(left, k) == kApart && reinterpret_cast<uintptr_t>(at) % 16 == 0) {
+        float room[kLanes];
+        x.to(room);
+        for (size_t l = 0; l < kLanes; l += 4) _mm_stream_ps(at + l, _mm_loadu_ps(room + l));
+        return;
+      }
+    }
+#endif
+    store(to, i, left, k, x);
+  }
+  /// i is a multiple of kLanes.
+  PYCOMM_HD void store(uint8_t* to, uint32_t form, size_t i, int left, int k,
+                       const Lanes& x) const {
+    if (kPlain || form == kFloat32) return put(Array<stored::Float32>(to), i, left, k, x);
+    i += k * kLanes;
+    const int count = there(left, k);
+    if (form != kInt8) return moments::encode<stored::BFloat16>(x, count, to + i * 2);
+    float room[kLanes];
+    x.to(room);
+    std::fill(room + count, room + kLanes, 0.0f);
+    codecs::store_block(room, to + i / stored::kBlock * stored::kBlockBytes);
+  }
+
+  PYCOMM_HD static Lanes clamped(const Lanes& x, float limit) {
+    float room[kLanes];
+    x.to(room);
+    for (float& value : room) {
+      value = value > limit ? limit : value;
+      value = value < -limit ? -limit : value;
+    }
+    return Lanes::at(room);
+  }
+  PYCOMM_HD static void look(Probe& probe, size_t i, int left, int k, const Lanes& x) {
+    float room[kLanes];
+    x.to(room);
+    for (int l = 0; l < there(left, k); l++) {
+      look_at(probe, static_cast<uint32_t>(i + k * kLanes + l), room[l]);
+    }
+  }
+  PYCOMM_HD static float sum(const Lanes& x) {
     float lane[8];
-    *reinterpret_cast<Eight*>(lane) = eight;
-    for (size_t i = 0; i < 4; i++) lane[i] += lane[i + 4];
+    *reinterpret_cast<Eight*>(lane) = (x.a + x.c) + (x.b + x.d);
+    for (size_t l = 0; l < 4; l++) lane[l] += lane[l + 4];
     return (lane[0] + lane[2]) + (lane[1] + lane[3]);
   }
 };
-static_assert(kLanes == 32);
 
-/// The last columns of a row, fewer than there are lanes, with zeros behind them.
-struct Tail {
-  float at[kLanes] = {};
-  PYCOMM_HD Tail(const float* from, size_t count) { std::memcpy(at, from, 4 * count); }
-};
+// ------------------------------------------------------------------------------ a team
 
-PYCOMM_HD void add_lanes(float* to, const Lanes& more) { (Lanes::at(to) + more).to(to); }
+PYCOMM_SIMD float sum_of_patch(const float* patch, size_t count) {
+  Lanes lanes(0.0f);
+  const int left = static_cast<int>(count);
+  for (int k = 0; Warp<false>::has(k, left); k++) {
+    lanes = lanes + Warp<false>::load(patch, 0, left, k);
+  }
+  return Warp<false>::sum(lanes);
+}
 
-#define PYCOMM_INLINED __attribute__((always_inline))
-
-/// Calls act(j, at) for each kLanes columns of each patch, where at(x) loads values of a row x from
-/// column j on, with zeros behind the last; and end() behind each patch.
-template <typename Act, typename End>
-PYCOMM_HD void over_lanes(size_t columns, const Act& act, const End& end) {
-  for (size_t j = 0; j < columns;) {
-    const size_t stop = columns - j < kPatch ? columns : j + kPatch;
-    for (; j + kLanes <= stop; j += kLanes) {
-      act(j, [j](const float* x) PYCOMM_INLINED { return Lanes::at(x + j); });
-    }
-    if (j < stop) {
-      act(j,
-          [j, stop](const float* x) PYCOMM_INLINED { return Lanes::at(Tail(x + j, stop - j).at); });
-      j = stop;
-    }
-    end();
+/// Adds up so many rows in the first one.
+PYCOMM_SIMD void add_rows(float* rows, size_t count, size_t columns) {
+  for (size_t i = 1; i < count; i++) {
+    for (size_t j = 0; j < columns; j++) rows[j] = rows[j] + rows[i * columns + j];
   }
 }
-
-/// Squares a row x, and another one if y is not null: sums are written to `row`, and the squares,
-/// which are added to each other first, are added to `column`, which has room for a multiple of
-/// kLanes.
-PYCOMM_SIMD void square_rows(const float* __restrict x, const float* __restrict y, size_t columns,
-                             float* __restrict row, float* __restrict column) {
-  float sum_x = 0, sum_y = 0;
-  Lanes of_x, of_y;
-  over_lanes(
-      columns,
-      [&](size_t j, const auto& at) PYCOMM_INLINED {
-        const Lanes u = at(x), v = y ? at(y) : Lanes{}, u2 = u * u, v2 = v * v;
-        of_x = of_x + u2;
-        of_y = of_y + v2;
-        add_lanes(column + j, u2 + v2);
-      },
-      [&]() PYCOMM_INLINED {
-        sum_x += of_x.total();
-        sum_y += of_y.total();
-        of_x = of_y = {};
-      });
-  row[0] = sum_x;
-  if (y) row[1] = sum_y;
-}
-
-/// Adds of(at) to a sum, with `at` as in over_lanes(), of whole patches of a row or its last.
-template <typename Of>
-PYCOMM_HD float added(float sum, size_t count, const Of& of) {
-  Lanes lanes;
-  over_lanes(
-      count, [&](size_t, const auto& at) PYCOMM_INLINED { lanes = lanes + of(at); },
-      [&]() PYCOMM_INLINED {
-        sum += lanes.total();
-        lanes = {};
-      });
-  return sum;
-}
-
-PYCOMM_SIMD float total(const float* x, size_t count) {
-  return added(0, count, [&](const auto& at) PYCOMM_INLINED { return at(x); });
-}
-
-/// Returns the sum of the products.
-PYCOMM_SIMD float project(const float* x, const float* signs, size_t count) {
-  return added(0, count, [&](const auto& at) PYCOMM_INLINED { return at(x) * at(signs); });
-}
-
-/// Adds to two sums the squares of e, and those of x + e.
-PYCOMM_SIMD void add_errors(const float* x, const float* e, size_t count, float& left,
-                            float& coded) {
-  left = added(left, count, [&](const auto& at) PYCOMM_INLINED { return at(e) * at(e); });
-  coded = added(coded, count, [&](const auto& at) PYCOMM_INLINED {
-    const Lanes both = at(x) + at(e);
-    return both * both;
-  });
-}
-
-PYCOMM_SIMD void add_times(float* to, const float* x, float by, size_t count) {
-  for (size_t j = 0; j < count; j++) to[j] = to[j] + x[j] * by;
-}
-
-// ------------------------------------------------------------------------------ values of a row
-
-PYCOMM_SIMD void scale_to(const float* from, float* to, size_t count, float by) {
-  for (size_t j = 0; j < count; j++) to[j] = from[j] * by;
-}
-
-PYCOMM_SIMD void divide_row(float* __restrict g, const float* __restrict m,
-                            const float* __restrict column, size_t count, float beta, float rest,
-                            float row) {
-  for (size_t j = 0; j < count; j++) g[j] = (g[j] * rest + m[j] * beta) * row * column[j];
-}
-
-/// The same where nothing divides, which takes a tenth less.
-PYCOMM_SIMD void blend_row(float* __restrict g, const float* __restrict m, size_t count, float beta,
-                           float rest) {
-  for (size_t j = 0; j < count; j++) g[j] = g[j] * rest + m[j] * beta;
-}
-
-PYCOMM_SIMD void divide_alone(float* __restrict g, const float* __restrict column, size_t count,
-                              float rest, float row) {
-  for (size_t j = 0; j < count; j++) g[j] = g[j] * rest * row * column[j];
-}
-
-/// Leaves a share of the gradient in a row that was divided.
-PYCOMM_SIMD void bound_row(float* __restrict p, const float* __restrict m,
-                           const float* __restrict column, size_t count, float share, float other,
-                           float row) {
-  for (size_t j = 0; j < count; j++) p[j] = p[j] * share + m[j] * other * row * column[j];
-}
-
-/// `out` may be x.
-PYCOMM_SIMD void multiply_row(const float* x, const float* __restrict column, float* out,
-                              size_t count, float row) {
-  for (size_t j = 0; j < count; j++) out[j] = x[j] * row * column[j];
-}
-
-PYCOMM_SIMD void move_row(float* __restrict x, const float* __restrict g,
-                          const float* __restrict column, size_t count, float row, float lr,
-                          float keep, float limit) {
-  if (limit == 0) {
-    for (size_t j = 0; j < count; j++) x[j] = x[j] * keep - g[j] * row * column[j] * lr;
-    return;
-  }
-  for (size_t j = 0; j < count; j++) {
-    float moved = g[j] * row * column[j];
-    moved = moved > limit ? limit : moved;  // a NaN stays one
-    moved = moved < -limit ? -limit : moved;
-    x[j] = x[j] * keep - moved * lr;
-  }
-}
-
-/// The same without denominators, in one pass with what is kept, which takes a third less.
-PYCOMM_SIMD void move_plainly(float* __restrict x, const float* __restrict g, float* __restrict out,
-                              size_t count, float lr, float keep, float kept) {
-  for (size_t j = 0; j < count; j++) {
-    out[j] = g[j] * kept;
-    x[j] = x[j] * keep - g[j] * lr;
-  }
-}
-
-PYCOMM_SIMD void sent_row(const float* __restrict x, const float* __restrict before,
-                          const float* __restrict after, const float* __restrict column,
-                          float* __restrict out, size_t count, float row) {
-  for (size_t j = 0; j < count; j++) out[j] = (x[j] + before[j] - after[j]) * row * column[j];
-}
-
-// ------------------------------------------------------------------------------ forms
-
-template <typename Form>
-PYCOMM_SIMD void load_floats(const uint16_t* in, size_t count, float* out) {
-  for (size_t i = 0; i < count; i++) out[i] = Form::decode(in[i]);
-}
-
-template <typename Form>
-PYCOMM_SIMD void store_floats(const float* in, size_t count, uint16_t* out) {
-  for (size_t i = 0; i < count; i++) out[i] = Form::encode(in[i]);
-}
-
-constexpr auto kFloat32 = static_cast<uint32_t>(Storage::float32);
-constexpr auto kInt8 = static_cast<uint32_t>(Storage::int8);
-
-/// Returns values from value i on.
-Stored from(const Stored& stored, size_t i) {
-  const size_t bytes = stored.form == kInt8 ? feedback::stored_bytes(Storage::int8, i)
-                                            : i * (stored.form == kFloat32 ? 4 : 2);
-  return {stored.at + bytes, stored.form};
-}
-
-float* floats_at(const Stored& stored) { return reinterpret_cast<float*>(stored.at); }
-
-/// Returns `count` values from value i on, in `room` (kSlice + 32) if they are not float32.
-const float* loaded(const Stored& stored, size_t i, size_t count, float* room) {
-  if (stored.form == kFloat32) return floats_at(stored) + i;
-  const size_t before = stored.form == kInt8 ? i % feedback::kBlock : 0;
-  const uint8_t* const at = from(stored, i - before).at;
-  if (stored.form == kFloat16) {
-    load_floats<codecs::cast::Float16>(reinterpret_cast<const uint16_t*>(at), count, room);
-  } else {
-    feedback::load(static_cast<Storage>(stored.form), at, {room, before + count});
-  }
-  return room + before;
-}
-
-using Slice = float[kSlice + feedback::kBlock];
-
-/// Copies values of the first-level cache. `far`: to memory that nobody reads soon, past the
-/// caches, which would read it first.
-void put(float* to, const float* from, size_t count, bool far) {
-#ifdef __SSE2__
-  size_t i = 0;
-  for (; far && i < count && reinterpret_cast<uintptr_t>(to + i) % 16 != 0; i++) to[i] = from[i];
-  for (; far && i + 4 <= count; i += 4) _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
-  to += i;
-  from += i;
-  count -= i;
-#else
-  (void)far;
-#endif
-  if (to != from) std::memcpy(to, from, count * sizeof(float));
-}
-
-/// Writes floats of one of the forms from value i on.
-void put(const Stored& to, size_t i, const float* values, size_t count, bool far) {
-  auto* const codes = reinterpret_cast<uint16_t*>(to.at) + i;
-  if (to.form == kFloat32) {
-    put(floats_at(to) + i, values, count, far);
-  } else if (to.form == kFloat16) {
-    store_floats<codecs::cast::Float16>(values, count, codes);
-  } else {
-    store_floats<codecs::cast::BFloat16>(values, count, codes);
-  }
-}
-
-// ------------------------------------------------------------------------------ matrices
-
-/// In the place of the factors of a slice's columns where nothing divides.
-const std::vector<float> kOnes(kSlice, 1.0f);
-
-/// Factors by row, which are 1 behind the last real one, and by column. Nulls: all are 1.
-struct MatrixFactors {
-  const float* row = nullptr;
-  const float* column = nullptr;
-  size_t real = 0;
-
-  float of_row(size_t i) const { return row && i < real ? row[i] : 1.0f; }
-  /// Returns those of the columns of a slice, from column j on.
-  const float* of_columns(size_t j) const { return column ? column + j : kOnes.data(); }
-};
-
-size_t blocks_of(size_t rows) { return (rows + kBlock - 1) / kBlock; }
-
-Room room_of(const Matrix& m) { return room_at(m.room, m.rows.all, m.rows.columns); }
-
-MatrixFactors factors_of(const Matrix& m) {
-  const Room room = room_of(m);
-  return {room.by_row + m.rows.first, room.by_column, m.rows.real()};
-}
-
-/// Calls act(at, count) for slices of a block of rows.
-template <typename Act>
-void over_slices(const Rows& x, size_t block, const Act& act) {
-  const size_t end = std::min<size_t>(x.count, (block + 1) * kBlock) * x.columns;
-  for (size_t at = block * kBlock * x.columns; at < end; at += kSlice) {
-    act(at, std::min(kSlice, end - at));
-  }
-}
-
-/// Calls act(k, n, i, j) for the n values of a slice from its value k on, which are in row i from
-/// column j on.
-template <typename Act>
-void over_rows(const Rows& x, size_t at, size_t count, const Act& act) {
-  for (size_t k = 0, n; k < count; k += n) {
-    const size_t i = (at + k) / x.columns, j = (at + k) % x.columns;
-    n = std::min(count - k, x.columns - j);
-    act(k, n, i, j);
-  }
-}
-
-/// Calls act(i, block, far) for each block of rows of matrices; `far`: see put().
-template <typename Act>
-void over_blocks(const std::vector<Rows>& matrices, int threads, const Act& act) {
-  std::vector<std::pair<size_t, size_t>> places;
-  size_t values = 0;
-  for (size_t i = 0; i < matrices.size(); i++) {
-    for (size_t b = 0; b < matrices[i].blocks(); b++) places.emplace_back(i, b);
-    values += matrices[i].numel();
-  }
-  const bool far = values >= kFar;
-  spread(places.size(), values, threads, [&](size_t n) {
-    act(places[n].first, places[n].second, far);
-#ifdef __SSE2__
-    if (far) _mm_sfence();
-#endif
-  });
-}
-
-// ------------------------------------------------------------------------------ encode
-
-/// Values of a matrix as floats: where they are, or in memory of their own.
-class Floats {
- public:
-  Floats(const Stored& stored, size_t numel) : stored_(stored) {
-    if (stored.form == kFloat32) return;
-    own_.resize(numel);
-    for (size_t i = 0; i < numel; i += kSlice) {
-      loaded(stored, i, std::min(kSlice, numel - i), &own_[i]);
-    }
-  }
-
-  float* at() { return own_.empty() ? floats_at(stored_) : own_.data(); }
-
-  /// Writes them to where they were, and to `copy`, unless that has them already.
-  void write(const Stored& copy) const {
-    if (own_.empty()) return;
-    put(stored_, 0, own_.data(), own_.size(), false);
-    if (copy.at) put(copy, 0, own_.data(), own_.size(), false);
-  }
-
- private:
-  const Stored stored_;
-  std::vector<float> own_;
-};
-
-/// The work of `squares` and of `encode` on a shard.
-class Encoding {
- public:
-  /// `room` is zeros, room_for(m) of them.
-  Encoding(const Matrix& m, const Turn& turn, const Pass& pass, bool encodes, float* room)
-      : m_(m),
-        turn_(turn),
-        pass_(pass),
-        shape_(m.rows),
-        real_(m.rows.real()),
-        encodes_(encodes),
-        looks_(!encodes || !turn.is_new),
-        floats_({place(pass.values, pass.dtype, m), form_of(pass.dtype)}, m.rows.numel()),
-        copy_{place(pass.copy, pass.dtype, m), form_of(pass.dtype)},
-        kept_(room_of(m)),
-        extra_(kept_.fresh + m.rows.all + m.rows.columns),
-        width_(width_of(m)),
-        rows_(room),
-        errors_(rows_ + real_),
-        reciprocals_(errors_ + 2 * shape_.count),
-        columns_(reciprocals_ + width_) {
-    if (looks_ && m.rows.shard == 0) std::fill(kept_.fresh, extra_ + kExtra, 0.0f);
-    if (!encodes) return;
-    set_step(*kept_.numbers, turn.momentum, pass.unit);
-    beta_ = kept_.numbers->beta * (1.0f / turn.kept);
-    if (pass.divides) by_ = factors_of(m);
-    if (beta_ > 0) momentum_ = turn.own < 0 ? m.momentum : Stored{m.own.at[turn.own], m.own.form};
-    if (turn.signs) residual_ = {m.residual.at[turn.residual], m.residual.form};
-    for (size_t j = 0; j < shape_.columns; j++) {
-      reciprocals_[j] = by_.column ? 1.0f / by_.column[j] : 1.0f;
-    }
-  }
-
-  static size_t room_for(const Matrix& m) {
-    const size_t real = m.rows.real();
-    return real + 2 * m.rows.count + width_of(m) * (1 + blocks_of(real));
-  }
-
-  /// Goes over a block of rows.
-  void take(size_t block, bool far) {
-    const size_t first = block * kBlock, end = std::min<size_t>(shape_.count, first + kBlock);
-    for (size_t i = first; i < end; i += 2) {
-      const size_t stop = std::min(end, i + 2);
-      if (looks_) look(i, stop);
-      for (size_t r = i; encodes_ && r < stop; r++) divide(r, far);
-    }
-  }
-
-  /// Adds up what the blocks have found, and scales a gradient down that is too large.
-  void finish() {
-    if (looks_ && add_up()) {
-      for (size_t b = 0; b < shape_.blocks(); b++) bound(b);
-    }
-    for (size_t k = 0; residual_.at && k < 2; k++) {
-      extra_[kLeft + k] += total(errors_ + k * shape_.count, shape_.count);
-    }
-    if (encodes_) floats_.write(copy_);
-  }
-
- private:
-  /// Returns whether the gradient is to be scaled down.
-  bool add_up() {
-    const auto unit = static_cast<float>(pass_.unit * pass_.unit);
-    add_times(kept_.fresh + m_.rows.first, rows_, unit, real_);
-    for (size_t b = 1; b < blocks_of(real_); b++) {
-      add_times(columns_, columns_ + b * width_, 1.0f, shape_.columns);
-    }
-    if (real_) add_times(kept_.fresh + m_.rows.all, columns_, unit, shape_.columns);
-    const Numbers& numbers = *kept_.numbers;
-    if (!(numbers.weight > 0)) return false;
-    const float energy = total(rows_, real_) * unit;
-    const float allowed = total(m_.row + m_.rows.first, real_);
-    const float most = std::max(kTiny, allowed * most_of(numbers, pass_.bound, pass_.ranks));
-    if (!(energy > most)) return false;
-    share_ = std::sqrt(most / energy);
-    return true;
-  }
-
-  bool has_momentum(size_t i) const { return momentum_.at && i < real_; }
-
-  /// Scales the gradient down in a block of rows.
-  void bound(size_t block) {
-    const float other = (1 - share_) * beta_;
-    const size_t end = std::min<size_t>(shape_.count, (block + 1) * kBlock);
-    Slice room;
-    for (size_t i = block * kBlock; i < end; i++) {
-      for (size_t j = 0; j < shape_.columns; j += kSlice) {
-        const size_t count = std::min(kSlice, shape_.columns - j), at = i * shape_.columns + j;
-        float* const p = floats_.at() + at;
-        if (has_momentum(i)) {
-          const float* m = loaded(momentum_, at, count, room);
-          bound_row(p, m, reciprocals_ + j, count, share_, other, 1.0f / by_.of_row(i));
-        } else {
-          scale_to(p, p, count, share_);
-        }
-        written(i, at, count, p, room, j == 0, false);
-      }
-    }
-  }
-
-  /// Adds squares and projections of up to two rows.
-  void look(size_t begin, size_t end) {
-    const float* x = floats_.at() + begin * shape_.columns;
-    const size_t count = std::min(end, real_) - std::min(begin, real_);
-    if (count > 0) {
-      const float* const y = count == 2 ? x + shape_.columns : nullptr;
-      square_rows(x, y, shape_.columns, &rows_[begin], &columns_[begin / kBlock * width_]);
-    }
-    if (!turn_.signs) return;
-    for (size_t i = m_.rows.first + begin; i < m_.rows.first + begin + count; i++) {
-      if (i >= turn_.first && (i - turn_.first) % turn_.stride == 0) {
-        float& to = extra_[kOwn + 1 + (i - turn_.first) / turn_.stride];
-        to = to + project(x, turn_.signs, shape_.columns) * static_cast<float>(pass_.unit);
-      }
-      x += shape_.columns;
-    }
-  }
-
-  void divide(size_t i, bool far) {
-    const float row = 1.0f / by_.of_row(i), rest = kept_.numbers->rest;
-    Slice room;
-    for (size_t j = 0; j < shape_.columns; j += kSlice) {
-      const size_t count = std::min(kSlice, shape_.columns - j), at = i * shape_.columns + j;
-      float* const g = floats_.at() + at;
-      if (has_momentum(i)) {
-        const float* const m = loaded(momentum_, at, count, room);
-        if (by_.row) {
-          divide_row(g, m, reciprocals_ + j, count, beta_, rest, row);
-        } else {
-          blend_row(g, m, count, beta_, rest);
-        }
-      } else {
-        divide_alone(g, reciprocals_ + j, count, rest, row);
-      }
-      written(i, at, count, g, room, j == 0, far);
-    }
-  }
-
-  /// Takes note of values that are to be coded.
-  void written(size_t i, size_t at, size_t count, const float* p, Slice& room, bool first,
-               bool far) {
-    if (copy_.at && copy_.form == kFloat32) put(floats_at(copy_) + at, p, count, far);
-    if (!residual_.at) return;
-    float &left = errors_[i], &coded = errors_[shape_.count + i];
-    if (first) left = coded = 0;
-    add_errors(p, loaded(residual_, at, count, room), count, left, coded);
-  }
-
-  /// Room for the sums of a block's columns.
-  static size_t width_of(const Matrix& m) {
-    return (m.rows.columns + kLanes - 1) / kLanes * kLanes;
-  }
-
-  const Matrix& m_;
-  const Turn& turn_;
-  const Pass& pass_;
-  const Rows& shape_;
-  const size_t real_;  // rows before the padding
-  const bool encodes_, looks_;
-  Floats floats_;  // g, which becomes p
-  const Stored copy_;
-  const Room kept_;
-  float* const extra_;  // behind the sums
-  const size_t width_;
-  float* const rows_;         // sums of squares [real]
-  float* const errors_;       // two sums [2, rows]
-  float* const reciprocals_;  // of the columns' factors
-  float* const columns_;      // sums of squares [blocks, width]
-  MatrixFactors by_ = {};
-  Stored momentum_ = {};  // null: it is left out
-  Stored residual_ = {};  // null: its errors are not wanted
-  float beta_ = 0, share_ = 1;
-};
-
-/// Adds up the squares of new matrices' gradients; or those of the others, and encodes all.
-void take_turns(const std::vector<Matrix>& matrices, const Pass& pass,
-                const std::vector<Turn>& turns, int threads, bool encodes) {
-  std::vector<size_t> chosen;
-  size_t numel = 0, values = 0;
-  for (size_t i = 0; i < matrices.size(); i++) {
-    if (!encodes && !turns.at(i).is_new) continue;
-    chosen.push_back(i);
-    numel += Encoding::room_for(matrices[i]);
-  }
-  // Kept from call to call: pages of fresh memory would cost as much as the sums.
-  thread_local std::vector<float> room;
-  room.assign(numel, 0.0f);
-  float* next = room.data();
-  std::vector<Encoding> all;
-  all.reserve(chosen.size());
-  std::vector<Rows> shapes;
-  std::vector<size_t> groups;  // the first shard of each matrix, and the end
-  for (const size_t i : chosen) {
-    const Matrix& m = matrices[i];
-    if (m.rows.shard == 0) groups.push_back(all.size());
-    all.emplace_back(m, turns.at(i), pass, encodes, next);
-    shapes.push_back(m.rows);
-    next += Encoding::room_for(m);
-    values += m.rows.numel();
-  }
-  groups.push_back(all.size());
-  over_blocks(shapes, threads, [&](size_t i, size_t block, bool far) { all[i].take(block, far); });
-  // Shards add to the same sums, one after the other.
-  spread(groups.size() - 1, values, threads, [&](size_t g) {
-    for (size_t i = groups[g]; i < groups[g + 1]; i++) all[i].finish();
-  });
-}
-
-std::vector<Rows> shapes_of(const std::vector<Matrix>& matrices) {
-  std::vector<Rows> shapes;
-  for (const Matrix& m : matrices) shapes.push_back(m.rows);
-  return shapes;
-}
-
-// ------------------------------------------------------------------------------ second moments
 
 /// A thread that works alone.
 struct Alone {
@@ -592,10 +254,10 @@ struct Alone {
   float total(size_t count, const At& at) const {
     float sum = 0;
     for (size_t j = 0; j < count; j += kPatch) {
-      float patch[kPatch] = {};
+      float patch[kPatch];
       const size_t end = std::min(kPatch, count - j);
       for (size_t k = 0; k < end; k++) patch[k] = at(j + k);
-      sum += moments::total(patch, end);
+      sum += sum_of_patch(patch, end);
     }
     return sum;
   }
@@ -610,145 +272,410 @@ struct Alone {
   Folding once(const Act& act) const {
     return act();
   }
+  bool leads() const { return true; }
+  float fresh(const float* from) const { return *from; }
+  void prepare(float* from, size_t rows, size_t columns) const { add_rows(from, rows, columns); }
+  float down(const float* from, size_t, size_t) const { return *from; }
   void sync() const {}
 };
 
+// ------------------------------------------------------------------------------ passes
+
+// A thread takes a block of rows, or some neighbours. Arguments are copied: what is stored could
+// else change them, for all that the compiler knows.
+
+#define PYCOMM_INLINED __attribute__((always_inline))
+
+/// Calls act(warp, value) for arrays of a dtype, and rows of so many columns; `floats`: so are all
+/// others.
+template <typename Act>
+PYCOMM_HD void with_warp(DType dtype, bool floats, size_t columns, bool far, const Act& act) {
+  if (dtype == DType::bfloat16) {
+    act(Warp<false>{far}, codecs::cast::BFloat16());
+  } else if (dtype == DType::float16) {
+    act(Warp<false>{far}, codecs::cast::Float16());
+  } else if (floats && columns % kLanes == 0) {
+    act(Warp<true>{far}, stored::Float32());
+  } else {
+    act(Warp<false>{far}, stored::Float32());
+  }
+}
+
+/// Calls act(first, end) for the pairs of rows of a block: the first-level cache has them between
+/// two passes.
+template <typename Act>
+PYCOMM_HD void over_rows(const Rows& rows, size_t block, const Act& act) {
+  const size_t end = std::min<size_t>(rows.count, (block + 1) * kBlock);
+  for (size_t i = block * kBlock; i < end; i += 2) act(i, std::min(end, i + 2));
+}
+
+/// Encodes rows, one after the other: the momentum is then read as it lies in memory.
+template <bool kMade, typename Warp, typename Array>
+PYCOMM_HD void encode_rows(const Warp& warp, const CodingParams& args, const Array& values,
+                           const Array& copy, size_t first, size_t end, float share) {
+  const auto patches = static_cast<uint32_t>(args.rows.patches());
+  for (size_t i = first; i < end; i++) {
+    for (uint32_t patch = 0; patch < patches; patch++) {
+      encode_patch<kMade>(warp, args, values, copy, i, patch, share, nullptr);
+    }
+  }
+}
+
+/// Adds up squares. Floats are encoded in the same pass, while the cache has them, as if all of the
+/// gradient counted.
+PYCOMM_SIMD void squares(const CodingParams& given, DType dtype, size_t block, bool far) {
+  const auto args = given;
+  const size_t real = args.looks ? args.rows.real() : 0;
+  const bool floats = args.momentum_form == kFloat32 && args.form == kFloat32;
+  with_warp(dtype, floats, args.rows.columns, far, [&](auto warp, auto value) PYCOMM_INLINED {
+    using Values = Array<decltype(value)>;
+    const Values values(args.values), copy(args.copy);
+    const auto patches = static_cast<uint32_t>(args.rows.patches());
+    over_rows(args.rows, block, [&](size_t first, size_t end) PYCOMM_INLINED {
+      for (uint32_t patch = 0; first < real && patch < patches; patch++) {
+        square_tile(warp, args, values, first, std::min(end, real), patch);
+      }
+      if constexpr (Values::is_float32()) {
+        if (args.encodes) encode_rows<false>(warp, args, values, copy, first, end, 1.0f);
+      }
+    });
+  });
+}
+/// Of floats, those are left of which not all counts.
+PYCOMM_SIMD void encode(const CodingParams& given, DType dtype, size_t block, bool far) {
+  const auto args = given;
+  const float share = room_of(args).shares[args.rows.shard];
+  if (dtype == DType::float32 && !(share < 1.0f)) return;
+  const bool floats = args.momentum_form == kFloat32 && args.form == kFloat32;
+  with_warp(dtype, floats, args.rows.columns, far, [&](auto warp, auto value) PYCOMM_INLINED {
+    using Values = Array<decltype(value)>;
+    const Values values(args.values), copy(args.copy);
+    over_rows(args.rows, block, [&](size_t first, size_t end) PYCOMM_INLINED {
+      constexpr bool kMade = Values::is_float32();
+      encode_rows<kMade>(warp, args, values, copy, first, end, share);
+    });
+  });
+}
+PYCOMM_SIMD void send(const SentParams& given, DType dtype, size_t unit, bool far) {
+  const auto args = given;
+  const bool floats = args.form == kFloat32 && args.out_form == kFloat32;
+  with_warp(dtype, floats, args.rows.columns, far, [&](auto warp, auto value) PYCOMM_INLINED {
+    send_patch(warp, args, Array<decltype(value)>(args.values), unit);
+  });
+}
+PYCOMM_SIMD void land(const LandParams& given, DType dtype, size_t unit, bool far) {
+  const auto args = given;
+  with_warp(dtype, true, args.rows.columns, far, [&](auto warp, auto value) PYCOMM_INLINED {
+    land_patch(warp, args, Array<decltype(value)>(args.values), unit);
+  });
+}
+void look(const LandParams& args, DType dtype) {
+  Probe probe{};
+  with_warp(dtype, true, args.rows.columns, false, [&](auto, auto value) PYCOMM_INLINED {
+    for (size_t patch = 0; patch < kProbed / kPatch; patch++) {
+      look_at_patch(Warp<false>{false}, args, Array<decltype(value)>(args.values), patch, probe);
+    }
+  });
+  room_of(args).numbers->probe = probed(probe, args.unit);
+}
+PYCOMM_SIMD void move(const MoveParams& given, DType dtype, size_t unit, bool far) {
+  const auto args = given;
+  with_warp(dtype, true, args.rows.columns, far, [&](auto warp, auto value) PYCOMM_INLINED {
+    using Values = Array<decltype(value)>;
+    move_patch(warp, args, Values(args.values), Values(args.gradient), Values(args.momentum), unit);
+  });
+}
+
+void finish_squares(const CodingParams& args, DType) {
+  if (args.looks && args.rows.shard == 0) finish_squares(Alone(), args);
+}
+void finish_encode(const CodingParams& args, DType) {
+  if (args.rows.shard == 0) finish_encode(Alone(), args);
+}
+void collect(const CollectParams& args, DType) { write_means(Alone(), args); }
+void commit(const CommitParams& args, DType) { take_commit(Alone(), args); }
+
+constexpr size_t kPart = size_t{1} << 16;  // values of a tensor that a thread takes in adamw()
+
+PYCOMM_SIMD void adamw(const AdamWParams& given, DType, size_t part, bool) {
+  const auto args = given;
+  const size_t begin = part * kPart, end = std::min<size_t>(args.numel, begin + kPart);
+  float* __restrict const x = args.values;
+  const float* __restrict const g = args.gradient;
+  float* __restrict const m = args.momentum, * __restrict const v = args.squares;
+  for (size_t i = begin; i < end; i++) step_value(x[i], g[i], m[i], v[i], args.by);
+}
+
+/// Calls act(item) for each item below `items`, which together go over `values`; few values are
+/// for the caller's thread alone. No result may depend on which thread has taken an item. Threads
+/// are made anew: passes are called too rarely to keep some.
+template <typename Act>
+void spread(size_t items, size_t values, int threads, const Act& act) {
+  constexpr size_t kPerThread = size_t{1} << 18;  // values that are worth a thread
+  const size_t worth = std::max<size_t>(1, values / kPerThread);
+  const size_t count = std::min({static_cast<size_t>(std::max(1, threads)), worth, items});
+  if (count <= 1) {
+    for (size_t i = 0; i < items; i++) act(i);
+    return;
+  }
+  std::atomic<size_t> next{0};
+  const auto work = [&] {
+    const DefaultArithmetic arithmetic;
+    for (size_t i; (i = next.fetch_add(1)) < items;) act(i);
+  };
+  std::vector<std::thread> others;
+  for (size_t t = 1; t < count; t++) others.emplace_back(work);
+  work();
+  for (std::thread& other : others) other.join();
+}
+
+/// A pass: its kernel on a device, by its name; and what the host does for each unit of a shard,
+/// and then for each shard. Null: nothing.
+template <typename Params>
+struct Pass {
+  const char* kernel;
+  bool typed;  ///< there is a kernel for each dtype
+  void (*take)(const Params&, DType, size_t unit, bool far);
+  void (*finish)(const Params&, DType);
+};
+constexpr Pass<CodingParams> kSquares{"squares", true, squares, finish_squares};
+constexpr Pass<CodingParams> kEncode{"encode", true, encode, finish_encode};
+constexpr Pass<SentParams> kSent{"sent", true, send, nullptr};
+constexpr Pass<LandParams> kLand{"land", true, land, look};
+constexpr Pass<MoveParams> kMove{"move", true, move, nullptr};
+constexpr Pass<CollectParams> kCollect{"collect", false, nullptr, collect};
+constexpr Pass<CommitParams> kCommit{"commit", false, nullptr, commit};
+constexpr Pass<AdamWParams> kAdamW{"adamw", false, adamw, nullptr};
+
+/// A pass over some matrices: loops of threads, or one launch.
+template <typename Params>
+class Run {
+ public:
+  explicit Run(const Pass<Params>& pass, DType dtype = DType::float32)
+      : pass_(pass), dtype_(dtype) {
+    if (dtype == DType::float32 || dtype == DType::bfloat16 || dtype == DType::float16) return;
+    throw Error("moments: values are floats of 16 or 32 bits");
+  }
+
+  /// Adds a shard of so many values, which so many warps of a device take, or units of the host.
+  void add(const Params& params, size_t warps, size_t units = 0, size_t values = 0) {
+    shards_.push_back({params, warps, units});
+    values_ += values;
+  }
+
+  /// The same of a pass that takes patches of neighbours.
+  void add_neighbours(const Params& params) {
+    constexpr size_t kUnit = Warp<true>::kNeighbours;
+    const size_t values = params.rows.numel();
+    add(params, (values + kPatch - 1) / kPatch, (values + kUnit - 1) / kUnit, values);
+  }
+
+  void start(const Where& where, const float* swapped = nullptr) const {
+    where.on_device() ? launch(where.stream, swapped) : loop(where.threads);
+  }
+
+ private:
+  struct Shard {
+    Params params;
+    size_t warps, units;
+  };
+
+  void launch(const Stream& stream, const float* swapped) const {
+    std::string kernel = std::string("pycomm::moments::") + pass_.kernel;
+    if (pass_.typed) {
+      kernel = codecs::kernel_name(kernel, std::string(codecs::cast::type_name(dtype_)));
+    }
+    codecs::Batching batching(swapped);
+    for (const Shard& shard : shards_) {
+      batching.row();
+      codecs::launch("moments", kernel, shard.params, shard.warps, 1, stream);
+    }
+    batching.start(stream);
+  }
+
+  void loop(int threads) const {
+    const bool far = values_ >= size_t{1} << 21;  // caches do not hold the pass
+    std::vector<std::pair<size_t, size_t>> places;
+    for (size_t i = 0; pass_.take && i < shards_.size(); i++) {
+      for (size_t unit = 0; unit < shards_[i].units; unit++) places.emplace_back(i, unit);
+    }
+    spread(places.size(), values_, threads, [&](size_t n) {
+      const auto& [i, unit] = places[n];
+      pass_.take(shards_[i].params, dtype_, unit, far);
+#ifdef __SSE2__
+      if (far) _mm_sfence();
+#endif
+    });
+    if (!pass_.finish) return;
+    spread(shards_.size(), values_, threads,
+           [&](size_t i) { pass_.finish(shards_[i].params, dtype_); });
+  }
+
+  const Pass<Params>& pass_;
+  const DType dtype_;
+  size_t values_ = 0;
+  std::vector<Shard> shards_;
+};
+
+/// Returns the arguments that all passes over a shard have.
+template <typename Params>
+Params params_of(const Matrix& m) {
+  Params params{};
+  params.room = m.room;
+  params.rows = m.rows;
+  return params;
+}
+
+/// Returns where a matrix's values are among those of a bucket; null: nowhere.
+uint8_t* place(const void* values, DType dtype, const Matrix& m) {
+  auto* at = static_cast<uint8_t*>(const_cast<void*>(values));
+  return at == nullptr ? nullptr : at + m.offset * size_of(dtype);
+}
+
 }  // namespace
 
-void HostMoments::squares(const Pass& pass, const std::vector<Turn>& turns, int threads) const {
-  take_turns(matrices_, pass, turns, threads, false);
+void Moments::code(const Bucket& bucket, const std::vector<Turn>& turns, bool encodes,
+                   const Where& where) const {
+  Run squares(kSquares, bucket.dtype), encode(kEncode, bucket.dtype);
+  float* scratch = bucket.scratch;
+  for (size_t i = 0; i < matrices_.size(); i++) {
+    const Matrix& m = matrices_[i];
+    const Turn& turn = turns.at(i);
+    auto params = params_of<CodingParams>(m);
+    params.values = place(bucket.values, bucket.dtype, m);
+    params.bounds = m.row;
+    params.scratch = scratch - m.rows.shard * m.rows.scratch_floats();
+    scratch += m.rows.scratch_floats();
+    params.left = scratch - 2 * m.rows.cells();
+    params.signs = turn.signs;
+    params.first = turn.first;
+    params.stride = turn.stride;
+    params.beta1 = turn.momentum;
+    params.unit = bucket.unit;
+    params.unit_squared = static_cast<float>(bucket.unit * bucket.unit);
+    params.bound = bucket.bound;
+    params.ranks = bucket.ranks;
+    params.momentum = turn.own < 0 ? m.momentum.at : m.own.at[turn.own];
+    params.momentum_form = turn.own < 0 ? m.momentum.form : m.own.form;
+    if (turn.signs != nullptr) {
+      params.stored = m.residual.at[turn.residual];
+      params.other_side = m.residual.at[1 - turn.residual];
+    }
+    params.form = m.residual.form;
+    params.copy = place(bucket.copy, bucket.dtype, m);
+    params.by_kept = 1.0f / turn.kept;
+    params.divides = bucket.divides;
+    params.looks = turn.is_new != encodes;
+    params.encodes = encodes && !where.on_device() && bucket.dtype == DType::float32;
+    const size_t blocks = m.rows.blocks(), patches = m.rows.patches(), values = m.rows.numel();
+    if (params.encodes) set_step(*room_of(params).numbers, turn.momentum, bucket.unit);
+    if (params.looks || params.encodes) squares.add(params, blocks * patches, blocks, values);
+    const size_t groups = (m.rows.count + kEncodeRows - 1) / kEncodeRows;
+    if (encodes) encode.add(params, groups * patches, blocks, values);
+  }
+  squares.start(where);
+  encode.start(where, bucket.swapped);
 }
 
-void HostMoments::encode(const Pass& pass, const std::vector<Turn>& turns, int threads) const {
-  take_turns(matrices_, pass, turns, threads, true);
-}
-
-void HostMoments::sent(const void* values, DType dtype, const std::vector<Sending>& sendings,
-                       bool divides, const float*, int threads) const {
-  over_blocks(shapes_of(matrices_), threads, [&](size_t i, size_t block, bool far) {
+void Moments::sent(const void* values, DType dtype, const std::vector<Sending>& sendings,
+                   bool divides, const float* swapped, const Where& where) const {
+  Run run(kSent, dtype);
+  for (size_t i = 0; i < matrices_.size(); i++) {
     const Matrix& m = matrices_[i];
     const Sending& by = sendings.at(i);
-    auto* const stored = const_cast<uint8_t*>(by.before);
-    const Stored x{place(values, dtype, m), form_of(dtype)};
-    const Stored before{stored ? stored : m.residual.at[by.residual], m.residual.form};
-    const Stored after{m.residual.at[1 - by.residual], m.residual.form};
-    const Stored own{m.own.at[by.own], m.own.form};
-    const MatrixFactors factors = divides ? factors_of(m) : MatrixFactors{};
-    over_slices(m.rows, block, [&](size_t at, size_t count) {
-      Slice given, kept, fresh, out;
-      const float *const coded = loaded(x, at, count, given), *e = nullptr, *left = nullptr;
-      if (before.at) {
-        e = loaded(before, at, count, kept);
-        left = loaded(after, at, count, fresh);
-      }
-      over_rows(m.rows, at, count, [&](size_t k, size_t n, size_t r, size_t j) {
-        const float row = factors.of_row(r) * by.kept;
-        if (e) {
-          sent_row(coded + k, e + k, left + k, factors.of_columns(j), out + k, n, row);
-        } else {
-          multiply_row(coded + k, factors.of_columns(j), out + k, n, row);
-        }
-      });
-      if (own.form == kFloat32) {
-        put(floats_at(own) + at, out, count, far);
-      } else {
-        feedback::store(static_cast<Storage>(own.form), {out, count}, from(own, at).at);
-      }
-    });
-  });
+    auto params = params_of<SentParams>(m);
+    params.values = place(values, dtype, m);
+    params.before = by.before == nullptr ? m.residual.at[by.residual] : by.before;
+    params.after = m.residual.at[1 - by.residual];
+    params.out = m.own.at[by.own];
+    params.form = static_cast<uint8_t>(m.residual.form);
+    params.out_form = static_cast<uint8_t>(m.own.form);
+    params.divides = divides ? 1 : 0;
+    params.kept = by.kept;
+    run.add_neighbours(params);
+  }
+  run.start(where, swapped);
 }
 
-void HostMoments::land(void* values, DType dtype, double unit, bool divides, int threads) const {
-  const auto by_unit = static_cast<float>(unit);
-  over_blocks(shapes_of(matrices_), threads, [&](size_t number, size_t block, bool) {
-    if (!divides && by_unit == 1) return;
-    const Matrix& m = matrices_[number];
-    const Stored x{place(values, dtype, m), form_of(dtype)};
-    const MatrixFactors by = divides ? factors_of(m) : MatrixFactors{};
-    over_slices(m.rows, block, [&](size_t at, size_t count) {
-      Slice room;
-      auto* const made = const_cast<float*>(loaded(x, at, count, room));
-      over_rows(m.rows, at, count, [&](size_t k, size_t n, size_t i, size_t j) {
-        multiply_row(made + k, by.of_columns(j), made + k, n, by.of_row(i) * by_unit);
-      });
-      if (x.form != kFloat32) put(x, at, made, count, false);
-    });
-  });
+void Moments::land(void* values, DType dtype, double unit, bool divides, const Where& where) const {
+  Run run(kLand, dtype);
   for (const Matrix& m : matrices_) {
-    const Stored x{place(values, dtype, m), form_of(dtype)};
-    Probe probe{};
-    Slice room;
-    for (size_t at = 0, end = std::min(kProbed, m.rows.values()); at < end; at += kSlice) {
-      const size_t count = std::min(kSlice, end - at);
-      const float* const found = loaded(x, at, count, room);
-      for (size_t i = 0; i < count; i++) {
-        look_at(probe, static_cast<uint32_t>(at + i), found[i]);
-      }
-    }
-    room_of(m).numbers->probe = probed(probe, by_unit);
+    auto params = params_of<LandParams>(m);
+    params.values = place(values, dtype, m);
+    params.unit = static_cast<float>(unit);
+    params.divides = divides ? 1 : 0;
+    run.add_neighbours(params);
   }
+  run.start(where);
 }
 
-void HostMoments::collect(float* sums, int) const {
-  Alone thread;
-  for (const Matrix& m : matrices_) write_means(thread, collect_params(m, sums));
+void Moments::collect(float* sums, const Where& where) const {
+  Run run(kCollect);
+  for (const Matrix& m : matrices_) run.add({{}, m.room, sums + m.sums_at, m.rows}, 1);
+  run.start(where);
 }
 
-void HostMoments::commit(const float* sums, const std::vector<Commit>& how, uint32_t ranks,
-                         int) const {
-  Alone thread;
+void Moments::commit(const float* sums, const std::vector<Commit>& how, uint32_t ranks,
+                     const Where& where) const {
+  Run run(kCommit);
   for (size_t i = 0; i < matrices_.size(); i++) {
-    take_commit(thread, commit_params(matrices_[i], sums, how.at(i), ranks));
+    const Matrix& m = matrices_[i];
+    const Commit& by = how.at(i);
+    const float* const own = sums == nullptr ? nullptr : sums + m.sums_at;
+    run.add({{},
+             own,
+             m.room,
+             m.row,
+             m.column,
+             m.heard,
+             m.rows.all,
+             m.rows.columns,
+             ranks,
+             by.use,
+             by.beta2,
+             by.eps},
+            1);
   }
+  run.start(where);
 }
 
-void HostMoments::move(const std::vector<Step>& steps, DType dtype, int threads) const {
-  std::vector<Rows> shapes;
+void Moments::move(const std::vector<Step>& steps, DType dtype, const Where& where) const {
+  Run run(kMove, dtype);
   for (const Step& step : steps) {
-    shapes.push_back(matrices_.at(step.matrix).rows);
-    shapes.back().count = shapes.back().real();
+    const Matrix& m = matrices_.at(step.matrix);
+    auto params = params_of<MoveParams>(m);
+    params.rows.count = m.rows.real();
+    params.values = step.values;
+    params.gradient = step.gradient;
+    params.momentum = m.momentum.at;
+    params.lr = static_cast<float>(step.lr);
+    params.keep = static_cast<float>(step.keep);
+    params.limit = static_cast<float>(step.limit);
+    params.kept = step.kept;
+    params.divides = step.divides ? 1 : 0;
+    params.probed = step.probed ? 1 : 0;
+    run.add_neighbours(params);
   }
-  over_blocks(shapes, threads, [&](size_t number, size_t block, bool far) {
-    const Step& step = steps[number];
-    const Matrix& m = matrices_[step.matrix];
-    const Room room = room_of(m);
-    const Numbers& numbers = *room.numbers;
-    const Stored x{static_cast<uint8_t*>(step.values), form_of(dtype)};
-    const Stored gradient{static_cast<uint8_t*>(const_cast<void*>(step.gradient)), form_of(dtype)};
-    MatrixFactors by;
-    if (step.divides) {
-      by = {room.reciprocal_row + m.rows.first, room.reciprocal_column, m.rows.real()};
-    }
-    const bool known = !step.divides || numbers.weight > 0;
-    float to_keep = step.kept;
-    if (known && step.probed && numbers.probe.value[0] != 0) {
-      Slice one;
-      const float first = *loaded(gradient, numbers.probe.at[0], 1, one);
-      const float second = *loaded(gradient, numbers.probe.at[1], 1, one);
-      const float tolerance = dtype == DType::float32 ? kTolerance : kTolerance16;
-      to_keep *= restoring(numbers.probe, first, second, tolerance);
-    }
-    const auto lr = static_cast<float>(step.lr), keep = static_cast<float>(step.keep);
-    const float limit = numbers.steps > 0 ? static_cast<float>(step.limit) : 0.0f;
-    over_slices(shapes[number], block, [&](size_t at, size_t count) {
-      Slice given, scaled, values;
-      const float* const g = loaded(gradient, at, count, given);
-      auto* const moved = const_cast<float*>(loaded(x, at, count, values));
-      const float* const kept = step.divides && to_keep == 1 ? g : scaled;
-      if (!step.divides) {
-        move_plainly(moved, g, scaled, count, lr, keep, to_keep);
-      } else if (to_keep != 1) {
-        scale_to(g, scaled, count, to_keep);
-      }
-      if (step.divides && known) {
-        over_rows(shapes[number], at, count, [&](size_t k, size_t n, size_t i, size_t j) {
-          move_row(moved + k, kept + k, by.of_columns(j), n, by.of_row(i), lr, keep, limit);
-        });
-      }
-      if (known && x.form != kFloat32) put(x, at, moved, count, false);
-      put(m.momentum, at, kept, count, far);
-    });
-  });
+  run.start(where);
+}
+
+void step_by_adamw(const std::vector<Tensor>& tensors, const AdamW& settings, const Where& where) {
+  Run run(kAdamW);
+  for (const Tensor& tensor : tensors) {
+    const double steps = static_cast<double>(*tensor.steps += 1);
+    AdamWParams params{
+        {}, tensor.values, tensor.gradient, tensor.momentum, tensor.squares, tensor.numel, {}, 0};
+    params.by.rest1 = static_cast<float>(1 - settings.beta1);
+    params.by.beta2 = static_cast<float>(settings.beta2);
+    params.by.rest2 = static_cast<float>(1 - settings.beta2);
+    params.by.keep = static_cast<float>(1 - settings.lr * settings.weight_decay);
+    params.by.lr = static_cast<float>(settings.lr / (1 - std::pow(settings.beta1, steps)));
+    params.by.root = static_cast<float>(std::sqrt(1 - std::pow(settings.beta2, steps)));
+    params.by.eps = static_cast<float>(settings.eps);
+    run.add(params, (tensor.numel + kPatch - 1) / kPatch, (tensor.numel + kPart - 1) / kPart,
+            tensor.numel);
+  }
+  run.start(where);
 }
 
 }  // namespace pycomm::moments

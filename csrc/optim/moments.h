@@ -1,6 +1,6 @@
 // Passes over matrices whose second moments are products of a row's and a column's factor, for all
-// matrices of a bucket or of a step in one call. pycomm/momentum/moment.py has the formulas. There
-// are passes on the host, and kernels of a device (device_moments.h), with the same bits.
+// matrices of a bucket or of a step in one call, on the host or on a device, with the same bits.
+// pycomm/momentum/moment.py has the formulas, and moments_passes.h the passes.
 //
 // Sums have one order, whatever the level of SIMD and the number of threads. A row is cut into
 // patches of kPatch values. In a patch each of kLanes lanes adds up every kLanes-th value, and then
@@ -18,16 +18,19 @@
 
 namespace pycomm::moments {
 
+/// Threads of the host, of which a pass takes this many at most; or a stream of a device.
+struct Where {
+  int threads = 1;
+  Stream stream;
+
+  bool on_device() const { return stream.device == Device::cuda; }
+};
+
 /// Values in one of the forms of moments_params.h.
 struct Stored {
   uint8_t* at = nullptr;  ///< null: there are none
   uint32_t form = 0;
 };
-
-/// Returns the form of floats.
-inline uint32_t form_of(DType dtype) {
-  return dtype == DType::float32 ? 0 : dtype == DType::bfloat16 ? 1 : kFloat16;
-}
 
 /// Two sides of stored values; nulls: there are none.
 struct StoredPair {
@@ -60,8 +63,8 @@ struct Turn {
   bool is_new;             ///< there were no second moments before this step
 };
 
-/// What all matrices of a bucket have in common in a step.
-struct Pass {
+/// A bucket, and what all of its matrices have in common in a step.
+struct Bucket {
   void* values;
   DType dtype;
   double unit;     ///< of gradients
@@ -69,7 +72,7 @@ struct Pass {
   uint32_t ranks;  ///< that average their momenta
   void* copy;      ///< where what is coded is written, too; null: nowhere
   bool divides;    ///< by the factors of the denominators
-  float* scratch;  ///< [scratch_floats()] on a device
+  float* scratch;  ///< [scratch_floats()]
   const float* swapped;
 };
 
@@ -98,60 +101,69 @@ struct Step {
   bool probed;   ///< `land` has made the gradient in this step
 };
 
-/// Returns where a matrix's values are among those of a bucket; null: nowhere.
-inline uint8_t* place(const void* values, DType dtype, const Matrix& m) {
-  auto* at = static_cast<uint8_t*>(const_cast<void*>(values));
-  return at == nullptr ? nullptr : at + m.offset * size_of(dtype);
-}
-
-/// The matrices of a bucket or of a step.
-class PYCOMM_API Matrices {
+/// The matrices of a bucket or of a step, and the passes over them. On a device all memory is the
+/// device's, and a pass is one launch, or two: numbers that decide about a step are there (Numbers
+/// of moments_params.h), so that nothing waits for it.
+class PYCOMM_API Moments {
  public:
   void add(const Matrix& matrix) { matrices_.push_back(matrix); }
-  /// Returns the floats of scratch memory that `squares` and `encode` need on a device.
+  /// Returns the floats of scratch memory that `code` needs.
   size_t scratch_floats() const {
     size_t floats = 0;
     for (const Matrix& m : matrices_) floats += m.rows.scratch_floats();
     return floats;
   }
 
- protected:
-  static CollectParams collect_params(const Matrix& m, float* sums) {
-    return {{}, m.room, sums + m.sums_at, m.rows};
-  }
-  static CommitParams commit_params(const Matrix& m, const float* sums, const Commit& how,
-                                    uint32_t ranks) {
-    return {{},         sums == nullptr ? nullptr : sums + m.sums_at,
-            m.room,     m.row,
-            m.column,   m.heard,
-            m.rows.all, m.rows.columns,
-            ranks,      how.use,
-            how.beta2,  how.eps};
-  }
+  /// Adds up the squares of new matrices' gradients; or, if it encodes, those of the others, and
+  /// replaces gradients g by p = (beta m + rest g) / d. A shard of more squares than is allowed is
+  /// scaled down to that.
+  void code(const Bucket& bucket, const std::vector<Turn>& turns, bool encodes,
+            const Where& where) const;
+  /// Stores what was sent of coded values x: (x + e before - e after) d kept. `divides`: see
+  /// Bucket.
+  void sent(const void* values, DType dtype, const std::vector<Sending>& sendings, bool divides,
+            const float* swapped, const Where& where) const;
+  /// Multiplies coded values by unit and, if they were divided, by d; and looks at them.
+  void land(void* values, DType dtype, double unit, bool divides, const Where& where) const;
+
+  /// Writes this rank's mean sums.
+  void collect(float* sums, const Where& where) const;
+  /// Takes the total of `sums` over the ranks; null: they were not exchanged.
+  void commit(const float* sums, const std::vector<Commit>& how, uint32_t ranks,
+              const Where& where) const;
+  /// Takes steps: m <- kept g, where g is what it was when it was landed, and
+  /// x <- keep x - lr clip(g / d) with the same g; or, without d, x <- keep x - lr g as it is now.
+  void move(const std::vector<Step>& steps, DType dtype, const Where& where) const;
+
+ private:
   std::vector<Matrix> matrices_;
 };
 
-/// The passes on the host, whose last argument is the most threads that they take.
-class PYCOMM_API HostMoments : public Matrices {
- public:
-  /// Adds up the squares of new matrices' gradients.
-  void squares(const Pass& pass, const std::vector<Turn>& turns, int threads) const;
-  /// Adds up those of the others, and replaces gradients g by p = (beta m + rest g) / d. A shard
-  /// of more squares than is allowed is scaled down to that.
-  void encode(const Pass& pass, const std::vector<Turn>& turns, int threads) const;
-  /// Stores what was sent of coded values x: (x + e before - e after) d kept. `divides`: see Pass.
-  void sent(const void* values, DType dtype, const std::vector<Sending>& sendings, bool divides,
-            const float* swapped, int threads) const;
-  /// Multiplies coded values by unit and, if they were divided, by d; and looks at them.
-  void land(void* values, DType dtype, double unit, bool divides, int threads) const;
-
-  /// Writes this rank's mean sums.
-  void collect(float* sums, int threads) const;
-  /// Takes the total of `sums` over the ranks; null: they were not exchanged.
-  void commit(const float* sums, const std::vector<Commit>& how, uint32_t ranks, int threads) const;
-  /// Takes steps: m <- kept g, where g is what it was when it was landed, and
-  /// x <- keep x - lr clip(g / d) with the same g; or, without d, x <- keep x - lr g as it is now.
-  void move(const std::vector<Step>& steps, DType dtype, int threads) const;
+/// A float32 tensor and its state in AdamW, without gaps.
+struct Tensor {
+  float* values;
+  const float* gradient;
+  float* momentum;
+  float* squares;
+  float* steps;  ///< one number on the host, to which a step is added
+  size_t numel;
 };
+
+struct AdamW {
+  double lr, beta1, beta2, eps, weight_decay;
+};
+
+/// Takes a step of AdamW (Loshchilov and Hutter 2019, "Decoupled weight decay regularization",
+/// algorithm 2) over many tensors, which are not coded:
+///
+///   m <- m + (1 - beta1) (g - m);  v <- beta2 v + (1 - beta2) g^2
+///   x <- (1 - lr weight_decay) x - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
+///
+/// It is one call, since models have dozens of small ones, for which calls of single operations
+/// cost more than arithmetic. Its bits depend neither on the level of SIMD, nor on threads, nor on
+/// a value's place. Torch's can differ in the last one, since its square roots are not rounded
+/// correctly on all processors.
+PYCOMM_API void step_by_adamw(const std::vector<Tensor>& tensors, const AdamW& settings,
+                              const Where& where);
 
 }  // namespace pycomm::moments

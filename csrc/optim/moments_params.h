@@ -46,12 +46,8 @@ struct Rows {
   }
 };
 
-/// What is known of how evenly the rows and columns of a matrix are heard: moving averages of the
-/// share that each has in the squares of a step, relative to the mean one, and of its square.
-struct Heard {
-  float* mean;    ///< [rows], or [columns]
-  float* square;  ///< the same
-};
+// How evenly the rows and columns of a matrix are heard: moving averages of the share that each has
+// in the squares of a step, relative to the mean one, and of its square.
 constexpr double kHeardDecay = 0.99;  ///< in a step
 constexpr float kEven = 0.5f;         ///< from which evenness on the floor is the least one
 constexpr float kLeastShare = 1e-4f;  ///< of the floor's square
@@ -213,7 +209,9 @@ struct Room {
   float* since;   ///< and of the steps that wait for an exchange
   float* by_row;  ///< factors of the denominators in the next coding
   float* by_column;
-  float* reciprocal_row;  ///< and their reciprocals in the next step
+  float* inverse_row;  ///< and 1 over these
+  float* inverse_column;
+  float* reciprocal_row;  ///< and the reciprocals of the denominators in the next step
   float* reciprocal_column;
   float* shares;  ///< [shards]: how much of a shard's gradient counts
 };
@@ -221,12 +219,15 @@ PYCOMM_HD Room room_at(float* at, size_t rows, size_t columns) {
   const size_t sums = rows + columns + kExtra;
   float* const fresh = at + sizeof(Numbers) / sizeof(float);
   float* const by_row = fresh + 2 * sums;
-  float* const reciprocal_row = by_row + rows + columns;
+  float* const inverse_row = by_row + rows + columns;
+  float* const reciprocal_row = inverse_row + rows + columns;
   return {reinterpret_cast<Numbers*>(at),
           fresh,
           fresh + sums,
           by_row,
           by_row + rows,
+          inverse_row,
+          inverse_row + rows,
           reciprocal_row,
           reciprocal_row + rows,
           reciprocal_row + rows + columns};
@@ -237,38 +238,33 @@ constexpr uint32_t kFloat16 = 3;
 
 // Arguments of the kernels. Members are those of moments.h; `room` is a Room.
 
-struct SquaresParams {
-  codecs::Blocks blocks;
-  const void* values;
-  float* room;
-  Rows rows;
-  const float* bounds;     ///< [rows.all]
-  float* scratch;          ///< of all shards
-  const float* signs;      ///< null: rows have no projections
-  uint32_t first, stride;  ///< the rows that have one, counted from the first of all
-  double momentum;         ///< coefficient of an exact momentum
-  double unit;
-  float unit_squared;
-  float bound;     ///< g's squares count at most bound^2 times the second moment
-  uint32_t ranks;  ///< that average their momenta
-  uint32_t unused;
-};
-
-struct EncodeParams {
+/// Of `squares` and `encode`.
+struct CodingParams {
   codecs::Blocks blocks;
   void* values;
   float* room;
+  const float* bounds;     ///< [rows.all]
+  float* scratch;          ///< of all shards
+  float* left;             ///< [2, rows, patches] of the shard, for parts of the sums of errors
+  const float* signs;      ///< null: rows have no projections
+  uint32_t first, stride;  ///< the rows that have one, counted from the first of all
+  double beta1;            ///< coefficient of an exact momentum
+  double unit;
+  float unit_squared;
+  float bound;  ///< g's squares count at most bound^2 times the second moment
   const void* momentum;
   const uint8_t* stored;      ///< the residual; null: its errors are not wanted
   const uint8_t* other_side;  ///< in place of it, if the batch says so
   void* copy;                 ///< null: nowhere
-  float* left;                ///< [2, rows, patches] of the shard, for parts of the sums of errors
   Rows rows;
   uint16_t momentum_form, form;
+  uint32_t ranks;    ///< that average their momenta
   float by_kept;     ///< by which the momentum is a mean one
-  uint32_t divides;  ///< 0: factors are 1
+  uint16_t divides;  ///< 0: factors are 1
+  uint16_t looks;    ///< 0: squares were added up before
+  uint32_t encodes;  ///< not 0: the host encodes in the pass that adds up squares
 };
-static_assert(sizeof(EncodeParams) <= 96);
+static_assert(sizeof(CodingParams) <= 160);  // launches have room for 25 matrices
 
 struct SentParams {
   codecs::Blocks blocks;
@@ -328,12 +324,33 @@ struct CommitParams {
   float* room;
   float* row;  ///< of the second moments
   float* column;
-  float* heard;  ///< [2, rows + columns]: means, and squares; see Heard
+  float* heard;  ///< [2, rows + columns]: means, and squares; see hear()
   uint32_t rows, columns;
   uint32_t ranks;
   uint32_t use;  ///< Use
   double beta2, eps;
 };
 static_assert(sizeof(CommitParams) <= 80);
+
+/// What all values of a tensor have in common in a step of AdamW, in the order of its formula.
+struct Factors {
+  float rest1;  ///< 1 - beta1
+  float beta2, rest2;
+  float keep;  ///< what weight decay leaves
+  float lr;    ///< over the momentum's correction
+  float root;  ///< of the squares' correction
+  float eps;
+};
+
+struct AdamWParams {
+  codecs::Blocks blocks;
+  float* values;
+  const float* gradient;
+  float* momentum;
+  float* squares;
+  uint64_t numel;
+  Factors by;
+  uint32_t unused;
+};
 
 }  // namespace pycomm::moments

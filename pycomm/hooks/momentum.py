@@ -29,11 +29,8 @@ from pycomm.codecs import codec as parse_codec
 from pycomm.errors import Error
 from pycomm.feedback import Residuals
 from pycomm.feedback.rule import EXACT
-from pycomm.momentum.job import Job
-from pycomm.momentum.kernels import Kernels
 from pycomm.momentum.moment import CodedMoment, local
-from pycomm.momentum.passes import Passes
-from pycomm.momentum.table import Table
+from pycomm.momentum.passes import Job, Kernels, Passes, Table
 from pycomm.policy import AUTO, CODED, Policy
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.reducer import BucketReducer
@@ -91,8 +88,8 @@ class Momenta:
         self._held: list[Job] = []
         self._codecs_then: list[Codec] = []
         self._handles: dict[str, Any] = {}  # of the coded parameters that get gradients, in DDP
-        self._looked: set[str] = set()  # those that this backward has reached,
-        self._filled: set[str] = set()  # and that had a gradient then which no step has used
+        # Whether those that this backward has reached had a gradient then which no step has used.
+        self._filled: dict[str, bool] = {}
         self._refresh_asked, self._refresh = refresh, refresh or 1
 
     @staticmethod
@@ -117,7 +114,7 @@ class Momenta:
 
     def begin(self) -> None:
         """Begin with the parameters that the state has got so far."""
-        self._passes = Passes(Kernels.find("moments", self.reducer.device), self.moments)
+        self._passes = Passes(Kernels.find(self.reducer.device), self.moments)
         for name in self.state.decisions:
             self._make_moment(name)
         self._begun = True
@@ -331,7 +328,7 @@ class Momenta:
         for moment in self.moments.values():
             moment.begin()
         self._passes.refresh()
-        self._forget_looks()
+        self._filled.clear()
         for name, moment in self.moments.items():  # those that were frozen may get gradients now
             self._watch(name, moment.parameter)
 
@@ -341,21 +338,14 @@ class Momenta:
             return self.state.on_any_rank(any(map(_is_filled, self.moments.values())))
         for name in self._handles:  # a frozen one had no gradient
             self.look(name)
-        found = bool(self._filled)
-        self._forget_looks()
-        return found
-
-    def _forget_looks(self) -> None:
-        self._looked.clear()
+        found = any(self._filled.values())
         self._filled.clear()
+        return found
 
     def look(self, name: str) -> None:
         """See whether a gradient holds what no step has used, before a backward adds to it."""
-        if not self._unused or name in self._looked:
-            return
-        self._looked.add(name)
-        if _is_filled(self.moments[name]):
-            self._filled.add(name)
+        if self._unused and name not in self._filled:
+            self._filled[name] = _is_filled(self.moments[name])
 
     def step_ended(self) -> None:
         """All buckets of a step were given to `reduce`: second moments travel behind the last."""
@@ -421,8 +411,8 @@ class Momenta:
             result = done.value()
             if copies:
                 job.sent()
-                if tensor.is_cpu:
-                    self._spare.append(job.coded)
+                if job.copy is not None and tensor.is_cpu:
+                    self._spare.append(job.copy)
             job.land()
             return result
 
@@ -506,7 +496,7 @@ class Momenta:
         if self.reducer.device.type != "cpu":
             self._held.append(job)
         job.encode(scale=self._scale_on)
-        if job.keeps:
+        if job.table.own is not None:
             pieces = (piece for piece in bucket.pieces if piece.name in self.moments)
             job.befores = self.reducer.residuals_before(pieces, bucket)
 
@@ -534,7 +524,7 @@ class Momenta:
         if not job.encoded:
             job.encode(options.get("swapped"))
         finite = self.reducer.exchange(tensor, bucket, group, finish, **options)
-        if job.keeps and not bucket.single:
+        if job.table.own is not None and not bucket.single:
             job.sent()
         job.land()
         return finite

@@ -28,7 +28,7 @@ quotient in the update. It is a tenth for a row or column without a gradient for
 moment has decayed, and which would dominate the block in which it is coded: with a smaller one,
 coding errors of such rows moved an embedding by 50 learning rates a step, and a run of 2,000 steps
 diverged. One that is small in all steps, as that of a feature in small units, is no such row or
-column, and its floor falls to a thousandth (`Heard` of csrc/optim); gradients that are not 0 are no
+column, and its floor falls to a thousandth (`hear` of csrc/optim); gradients that are not 0 are no
 sign of it, since an output for a rare word has small ones in all steps, and a large one now and
 then.
 A rank's gradient counts at most `CodedMoment.bound` times its root second moment. Steps in which no
@@ -66,10 +66,10 @@ BOUND = 3.0
 over all values of a matrix. Second moments are known after the coding, up to some steps later:
 without a bound, one gradient that is a hundred times too large moves all values by dozens of
 learning rates, and stays in the momentum. Adam divides it by a root that it has enlarged itself."""
-FLOAT32_STATES = (
-    *("row", "column", "heard"),
-    *("moment_weight", "coding_error", "mean_energy", "own_energy"),
-)
+# Places in Numbers of csrc/optim/moments_params.h.
+_STATES = {"moment_weight": 0, "coding_error": 1, "mean_energy": 2, "own_energy": 3}
+_STEPS, _DECAY = 4, slice(8, 10)
+FLOAT32_STATES = ("row", "column", "heard", *_STATES)
 """States that are float32 whatever the parameter is. Those without dimensions are where the passes
 are: views of memory that a checkpoint does not need."""
 _TINY = 1e-30
@@ -78,9 +78,6 @@ LIMIT = 50.0
 old. A value that waited for hundreds of steps moves it by dozens."""
 
 assert EXTRA == _C.MOMENT_EXTRA
-# Places in Numbers of csrc/optim/moments_params.h.
-_STATES = {"moment_weight": 0, "coding_error": 1, "mean_energy": 2, "own_energy": 3}
-_STEPS, _DECAY = 4, slice(8, 10)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,7 +143,7 @@ class CodedMoment:
         self.codec: Codec | None = codec
         """That of now; None: a state was loaded, whose error belongs to the one that comes."""
         sums, factors = self.sums_numel, self.rows + self.columns
-        sizes = [_C.MOMENT_NUMBERS, sums, sums, factors, factors, shards]
+        sizes = [_C.MOMENT_NUMBERS, sums, sums, factors, factors, factors, shards]
         self.device = local(parameter).device
         self.room = torch.zeros(sum(sizes), dtype=torch.float32, device=self.device)
         """What the passes keep beside the state; Room of csrc/optim/moments_params.h."""

@@ -1,20 +1,171 @@
-"""The passes of csrc/optim over the moments of a state."""
+"""The passes of csrc/optim over moments: what runs them, on which matrices, and when."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from pycomm import _C
 from pycomm.arrays import core_dtype
-from pycomm.momentum.kernels import Kernels, written
+from pycomm.codecs.implementations import Launcher, current_stream, of_kernels
+from pycomm.errors import Error
+from pycomm.feedback import Residual, storage
 from pycomm.momentum.moment import CodedMoment, local
-from pycomm.momentum.table import Table
 from pycomm.policy.rules import CODED
+from pycomm.reduction.bucket import BucketPiece
 
 DTYPES = {dtype: core_dtype(dtype) for dtype in CODED}
+FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2, torch.float16: 3}
+"""Numbers of stored values' forms, csrc/optim/moments_params.h."""
+
+Part = tuple[CodedMoment, "BucketPiece | None"]
+"""A matrix, and its place in a bucket."""
+
+
+class Kernels:
+    """What runs the passes of csrc/optim on a device.
+
+    Args:
+        device: the device.
+        launch: what starts kernels there; None: C++ does, or it works on the host.
+    """
+
+    def __init__(self, device: torch.device, launch: Launcher | None = None) -> None:
+        self.device, self._launch = device, launch
+        self.on_host = device.type == "cpu" and launch is None
+
+    @staticmethod
+    def find(device: torch.device) -> Kernels:
+        """Return what runs the kernels of a device, or the same on the host.
+
+        Raises:
+            Error: the kernels do not run on the device.
+        """
+        if device.type == "cpu":
+            return Kernels(device)
+        way = of_kernels("moments", device.type)
+        if way is None:
+            raise Error(
+                f"coded optimizers have kernels for CUDA devices, and none for {device.type}: "
+                "move the model to the CPU, or compress gradients with pycomm.compress"
+            )
+        return Kernels(device, getattr(way, "launch", None))
+
+    def call(self, function: Callable[..., Any], *args: Any) -> None:
+        """Call C++, which works on the host, or queues on torch's current stream."""
+        if self._launch is not None:
+            _, launches = _C.recorded(function, *args, 0)
+            self._launch(launches, self.device)
+        elif self.on_host:
+            function(*args, torch.get_num_threads())
+        else:
+            with torch.cuda.device(self.device):
+                function(*args, current_stream(self.device))
+
+
+def written(parameters: Any) -> None:
+    """Tell autograd that C++ has written parameters, a tensor or some.
+
+    A graph that was kept with their old values then refuses a backward, as after an operation of
+    torch.
+    """
+    torch.autograd.graph.increment_version(parameters)
+
+
+class Table:
+    """Matrices, and the addresses of all that the passes read and write for them.
+
+    Args:
+        kernels: what runs the passes.
+        parts: the matrices.
+        own: where what was sent of each is kept; None: nowhere.
+        shards: number of shards of each that this rank codes, one behind the other; 1: its own.
+        numel: values of a bucket's shard.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        parts: Sequence[Part],
+        own: Sequence[Residual] | None = None,
+        shards: int = 1,
+        numel: int = 0,
+    ) -> None:
+        self.parts, self.own, self.shards = list(parts), own, shards
+        self.native = _C.Moments(kernels.on_host)
+        """The shards that are coded."""
+        self.landed = _C.Moments(kernels.on_host) if shards > 1 else self.native
+        """This rank's own shards."""
+        self._at = [_checked(moment) for moment, _ in parts]
+        self.numbers = {id(moment): i for i, (moment, _) in enumerate(parts)}
+        """Of the moments, by id."""
+        self.sums_numel = 0
+        for i, (moment, piece) in enumerate(parts):
+            if moment.device.type != kernels.device.type:
+                raise Error(
+                    f"{moment.optimizer}: parameters are on {moment.device}, and gradients are "
+                    f"reduced on {kernels.device}: leave out CPUOffloadPolicy"
+                )
+            offset = piece.offset if piece else 0
+            residual, sent = piece.residual if piece else None, own[i] if own is not None else None
+            for shard in range(shards) if shards > 1 else ():
+                place = offset + shard * numel
+                self._add(self.native, moment, place, (shard, shard, shards), residual, sent)
+            self._add(self.landed, moment, offset, (moment.shard, 0, 1), residual, sent)
+            self.sums_numel += moment.sums_numel
+
+    def _add(
+        self,
+        to: _C.Moments,
+        moment: CodedMoment,
+        offset: int,
+        shard: tuple[int, int, int],
+        residual: Residual | None,
+        own: Residual | None,
+    ) -> None:
+        """Add a shard: its number, that among those that are coded here, and their number."""
+        (number, row, rows), state = shard, moment.state
+        momentum = local(state[moment.key])
+        to.add(
+            (offset, self.sums_numel),
+            (moment.rows, moment.columns, number * moment.padded, moment.padded, row, rows),
+            [
+                moment.room.data_ptr(),
+                *(state[key].data_ptr() for key in ("row", "column", "heard")),
+            ],
+            (momentum.data_ptr(), FORMS[momentum.dtype]),
+            _sides(residual, row),
+            _sides(own, row),
+        )
+
+    @property
+    def is_current(self) -> bool:
+        """Whether addresses are still those: a state may have been loaded since."""
+        for (moment, _), (momentum, at) in zip(self.parts, self._at, strict=True):
+            state = moment.state  # without a call of Python
+            if state[moment.key] is not momentum or state["row"].data_ptr() != at:
+                return False
+        return True
+
+
+def _checked(moment: CodedMoment) -> tuple[torch.Tensor, int]:
+    """Return what tells one state from another, whose tensors lie without gaps."""
+    state = moment.state
+    for key in (moment.key, "row", "column", "heard"):
+        if not local(state[key]).is_contiguous():  # of a checkpoint
+            state[key] = state[key].contiguous()
+    return state[moment.key], state["row"].data_ptr()
+
+
+def _sides(residual: Residual | None, row: int) -> tuple[int, int, int]:
+    if residual is None or residual.worker is None:
+        return 0, 0, 0
+    first, second = residual.worker
+    before = row * storage.count(residual.rule.storage, residual.numel)
+    return first.data_ptr() + before, second.data_ptr() + before, FORMS[first.dtype]
 
 
 class Passes:
@@ -122,3 +273,117 @@ class Passes:
             parts = [(moment, None) for moment in self._moments.values()]
             table = self._all = Table(self.kernels, parts)
         return table
+
+
+@dataclass(eq=False)
+class Job:
+    """The passes over a bucket in one step: `encode`, `sent` if something is kept, `land`.
+
+    Attributes:
+        passes: the passes.
+        table: the matrices; what was sent is kept if it says where.
+        values: the bucket, contiguous.
+        unit: the loss scale.
+        ranks: number of ranks that average their momenta.
+        looks: this step's second moments travel.
+        divides: what is coded is divided by the roots of the second moments.
+        room: function that returns memory for a copy of what is coded, for `sent`, where the
+            exchange overwrites the values; None: it does not.
+        copy: that memory. It lives as long as this: another stream may be yet to read it.
+        encoded: `encode` was called.
+        befores: copies of residuals that the coding overwrites; see
+            `BucketReducer.residuals_before`.
+    """
+
+    passes: Passes
+    table: Table
+    values: torch.Tensor
+    unit: float
+    ranks: int
+    looks: bool
+    divides: bool
+    room: Callable[[torch.Tensor], torch.Tensor] | None = None
+    copy: torch.Tensor | None = None
+    encoded: bool = False
+    befores: Sequence[torch.Tensor | None] = ()
+    _swapped: int = 0
+    _sides: list[int] = field(default_factory=list)
+
+    def encode(
+        self,
+        swapped: torch.Tensor | None = None,
+        scale: Callable[[Sequence[CodedMoment]], None] | None = None,
+    ) -> None:
+        """Replace gradients by what is coded.
+
+        Args:
+            swapped: see `SideStream`; None: residuals are where the host believes them to be.
+            scale: function that gives moments without second moments the scale of their first
+                coding; None: all have them.
+        """
+        self.encoded = True
+        values, native, parts = self.values, self.table.native, self.table.parts
+        own, shards = self.table.own, self.table.shards
+        turns: list[tuple[Any, ...]] = []
+        new = []
+        for i, (moment, piece) in enumerate(parts):
+            if self.ranks > 1 and piece and moment.codec is not piece.codec:
+                moment.use(piece.codec)
+            if not moment.knows:
+                new.append(moment)
+            moment.entered = True
+            signs, first, stride = moment.turn
+            side = piece.residual.side if piece and piece.residual else 0
+            # Of shards of other ranks the momentum is unknown.
+            goes_on = own is not None and (own[i].last_step or shards > 1)
+            read = own[i].side if own is not None and goes_on else -1
+            turn = (
+                *(signs if self.looks else 0, first, stride),
+                *(*moment.by, read, side, not moment.knows),
+            )
+            turns += [turn] * shards
+            self._sides += [side] * shards
+        if self.room is not None:
+            self.copy = self.room(values)
+        scratch = values.new_empty(native.scratch_floats, dtype=torch.float32)
+        self._swapped = 0 if swapped is None else swapped.data_ptr()
+        bound = parts[0][0].bound(self.ranks)
+        bucket = (
+            *(values.data_ptr(), DTYPES[values.dtype], 1 / self.unit, bound, self.ranks),
+            *(0 if self.copy is None else self.copy.data_ptr(), self.divides),
+            *(scratch.data_ptr(), self._swapped),
+        )
+        if new and scale is not None:
+            self.passes.call(native.code, bucket, turns, False)
+            scale(new)
+        self.passes.call(native.code, bucket, turns, True)
+
+    def sent(self) -> None:
+        """Store what this rank has sent, of values that are coded and not yet averaged."""
+        own, shards = self.table.own, self.table.shards
+        assert own is not None
+        befores = self.befores or [None] * len(self._sides)
+        sendings = []
+        for i, (before, side) in enumerate(zip(befores, self._sides, strict=True)):
+            at = 0 if before is None else before.data_ptr()
+            _, kept = self.table.parts[i // shards][0].by
+            sendings.append((at, side, 1 - own[i // shards].side, kept))
+        coded = self.values if self.copy is None else self.copy
+        self.passes.call(
+            *(self.table.native.sent, coded.data_ptr(), DTYPES[coded.dtype], sendings),
+            *(self.divides, self._swapped),
+        )
+
+    def land(self, result: torch.Tensor | None = None) -> None:
+        """Make the ranks' mean a momentum.
+
+        Args:
+            result: of a reduce-scatter, this rank's own shards; None: it is in the bucket.
+        """
+        mean = self.values if result is None else result
+        self.passes.call(
+            *(self.table.landed.land, mean.data_ptr(), DTYPES[mean.dtype]),
+            *(self.unit, self.divides),
+        )
+        for moment, _ in self.table.parts:
+            moment.landed = True

@@ -13,8 +13,8 @@ from torch.optim.adamw import adamw
 from pycomm import _C
 from pycomm.codecs import Codec
 from pycomm.feedback import Feedback
-from pycomm.momentum.kernels import Kernels, written
 from pycomm.momentum.moment import CodedMoment, local
+from pycomm.momentum.passes import Kernels, written
 from pycomm.optim.optimizer import CodedOptimizer
 from pycomm.policy import Policy
 
@@ -70,7 +70,7 @@ class CodedAdamW(CodedOptimizer):
         ... )  # doctest: +SKIP
     """
 
-    _moment, _torch = CodedMoment, torch.optim.AdamW
+    _moment, _torch, _exact = CodedMoment, torch.optim.AdamW, ("step", "exp_avg", "exp_avg_sq")
 
     def __init__(
         self,
@@ -110,13 +110,6 @@ class CodedAdamW(CodedOptimizer):
         plain: torch.optim.AdamW = self._to_torch(**options)
         return plain
 
-    def _start_exact(self, parameter: torch.Tensor) -> None:
-        state = self.state[parameter]
-        if "exp_avg" not in state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
-            state["exp_avg"] = torch.zeros_like(parameter)
-            state["exp_avg_sq"] = torch.zeros_like(parameter)
-
     def _step_exact(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         states = [self.state[parameter] for parameter in parameters]
         step_by_adamw(
@@ -139,7 +132,7 @@ def step_by_adamw(
     """Take a step of torch's AdamW with parameters of one group.
 
     float32 goes over each tensor once, all tensors in one call: in C++ on the CPU
-    (csrc/optim/adamw.cpp), and by kernels with the same bits; everything else by torch. A shard's
+    (csrc/optim/moments.cpp), and by kernels with the same bits; everything else by torch. A shard's
     values have the bits that they have in the whole.
 
     Args:
@@ -155,9 +148,9 @@ def step_by_adamw(
     steps = [state["step"] for state in states]
     tensors = parameters, gradients, momenta, squares
     if not as_torch and _is_known(tensors, steps):
-        kernels = Kernels.find("adamw", momenta[0].device)
+        kernels = Kernels.find(momenta[0].device)
         kernels.call(
-            _C.adamw_step if kernels.on_host else _C.adamw_step_on_device,
+            *(_C.adamw_step, kernels.on_host),
             [
                 (*(tensor.data_ptr() for tensor in each), each[0].numel())
                 for each in zip(*tensors, steps, strict=True)

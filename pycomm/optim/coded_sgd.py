@@ -50,7 +50,7 @@ class CodedSGD(CodedOptimizer):
         ... )  # doctest: +SKIP
     """
 
-    _moment, _torch = SGDMoment, torch.optim.SGD
+    _moment, _torch, _exact = SGDMoment, torch.optim.SGD, ("momentum_buffer",)
 
     def __init__(
         self,
@@ -88,11 +88,6 @@ class CodedSGD(CodedOptimizer):
         """
         plain: torch.optim.SGD = self._to_torch(**options)
         return plain
-
-    def _start_exact(self, parameter: torch.Tensor) -> None:
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter)
 
     def _step_exact(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:
         sgd(

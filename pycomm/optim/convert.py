@@ -13,7 +13,7 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.optim.coded_adamw import CodedAdamW
 from pycomm.optim.coded_sgd import CodedSGD
-from pycomm.optim.settings import check_settings
+from pycomm.optim.optimizer import check_settings
 from pycomm.policy import Policy
 from pycomm.reduction.refusals import MOMENTA, refused
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -13,21 +14,54 @@ from torch._compile import _disable_dynamo
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.arguments import typed, whole
+from pycomm.arguments import number, typed, whole
 from pycomm.codecs import Codec
 from pycomm.compression import attach
+from pycomm.elastic.contents import plain_numbers
 from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState
 from pycomm.hooks.fsdp import check_averages, compress_shards
 from pycomm.hooks.momentum import Momenta
 from pycomm.momentum.moment import FLOAT32_STATES, CodedMoment, local
-from pycomm.optim.settings import GroupChecks, rule_of
 from pycomm.policy import Policy, agree_on_options, refused_together
 from pycomm.policy.exchange import device_of
+from pycomm.policy.names import clean
 from pycomm.reduction import members
 from pycomm.reduction.refusals import MOMENTA, refused
 from pycomm.reduction.state import CompressionState
+
+_OFF = ("amsgrad", "nesterov", "dampening", "maximize", "capturable", "differentiable")
+"""Options of torch's optimizers that coded ones do not have."""
+
+
+def plain(setting: Any) -> Any:
+    """Return a setting; the number of a tensor with one value, which torch takes as a rate."""
+    return setting.item() if isinstance(setting, torch.Tensor) and setting.numel() == 1 else setting
+
+
+def check_settings(who: str, settings: dict[str, Any]) -> None:
+    """Check the settings of a parameter group: lr and weight_decay, and what else there is.
+
+    Raises:
+        TypeError: one is no number.
+        ValueError: one is out of its range, or an option is on that the optimizer has not.
+    """
+    if wrong := [name for name in _OFF if settings.get(name)]:
+        option = "`nesterov`, `dampening`, `amsgrad`, `maximize`, `capturable`"
+        raise ValueError(f"{who} {refused(MOMENTA, option, name=wrong[0])}")
+    names = [name for name in ("lr", "eps", "weight_decay") if name in settings]
+    numbers = {name: number(name, plain(settings[name])) for name in names}
+    betas = settings.get("betas", (0.0, 0.0))
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"{who}: betas={betas!r}: give two numbers")
+    if not all(0 <= number("betas", beta) < 1 for beta in betas):
+        raise ValueError(f"{who}: betas={betas}: each is from 0 to below 1")
+    if not 0 <= number("momentum", settings.get("momentum", 0.0)) < 1:
+        raise ValueError(f"{who}: momentum={settings['momentum']} must be from 0 to below 1")
+    if not all(math.isfinite(x) and x >= 0 for x in numbers.values()):
+        given = ", ".join(f"{name}={value}" for name, value in numbers.items())
+        raise ValueError(f"{who}: {given} must be finite and at least 0")
 
 
 class CodedOptimizer(torch.optim.Optimizer, ABC):
@@ -44,6 +78,8 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
     """What is kept of a coded parameter, and how it moves."""
     _torch: ClassVar[type[torch.optim.Optimizer]]
     """The same optimizer of torch, which exchanges nothing."""
+    _exact: ClassVar[tuple[str, ...]]
+    """What it keeps of a parameter that travels exactly."""
 
     def __init__(
         self,
@@ -74,13 +110,21 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         module = wrapped.module if wrapped else model
         groups = [wrapped.process_group] if wrapped else check_averages(model, name)
         with refused_together(*groups):
-            policy, rule = Momenta.policy_of(codec), rule_of(name, feedback)
-        self._checks = GroupChecks(name, module, defaults)
-        self._checks.check(self.param_groups)
+            policy, rule = Momenta.policy_of(codec), Feedback.of(feedback)
+            if rule is None or rule.kind != "residual":
+                why = refused(MOMENTA, "feedback but `residual`", feedback=feedback)
+                raise ValueError(f"{name}: {why}")
+        self._names = {id(p): clean(name) for name, p in module.named_parameters()}
+        self._sparse = {
+            id(part.weight): name or type(part).__name__
+            for name, part in module.named_modules()
+            if getattr(part, "sparse", False) and hasattr(part, "weight")
+        }
+        self._check_groups(self.param_groups)
         self._ranks = groups  # with equal settings
         with_scaler = "with" if scaler is not None else "without"
         lines = [f"{name}, refresh={refresh}, {with_scaler} a GradScaler"]
-        agree_on_options(lines + self._checks.terms(self.param_groups), *groups)
+        agree_on_options(lines + self._terms(self.param_groups), *groups)
         self.momenta = Momenta(self._moment, self._find, self._unit, refresh)
         """What travels in place of the gradients."""
         given: dict[str, Any] = {"feedback": rule, "seed": seed, "transform": self.momenta}
@@ -114,7 +158,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
                 was loaded after the last backward.
             ValueError: a group has a setting or a parameter now with which it cannot be made.
         """
-        self._checks.check(self.param_groups)
+        self._check_groups(self.param_groups)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -127,24 +171,16 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self.momenta.check_reduced(self._checks.names[id(parameter)], parameter)
+                    self.momenta.check_reduced(self._names[id(parameter)], parameter)
         self.momenta.take_sums()
         coded = {id(moment.parameter): moment for moment in self.momenta.moments.values()}
-        for one in coded.values():
-            if one.parameter.grad is not None:
-                self.state[one.parameter] = one.state
         for group in self.param_groups:
-            lr, weight_decay = float(group["lr"]), float(group["weight_decay"])
-            exact, moments = [], []
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                moment = coded.get(id(parameter))
-                if moment is None:
-                    exact.append(parameter)
-                else:
-                    moments.append(moment)
-            self.momenta.move(moments, lr, weight_decay)
+            given = [parameter for parameter in group["params"] if parameter.grad is not None]
+            moments = [coded[id(parameter)] for parameter in given if id(parameter) in coded]
+            exact = [parameter for parameter in given if id(parameter) not in coded]
+            for moment in moments:
+                self.state[moment.parameter] = moment.state
+            self.momenta.move(moments, float(group["lr"]), float(group["weight_decay"]))
             for parameter in exact:
                 self._start_exact(parameter)
             if exact:
@@ -211,8 +247,8 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
             return
         added = self.param_groups[-1:]
         try:
-            self._checks.check(added)
-            agree_on_options(self._checks.terms(added), *self._ranks)
+            self._check_groups(added)
+            agree_on_options(self._terms(added), *self._ranks)
         except Exception:
             self.param_groups.pop()
             raise
@@ -264,6 +300,41 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         """
         raise Error(f"{type(self).__name__} {refused(MOMENTA, 'copies')}")
 
+    # ------------------------------------------------------------------ groups
+
+    def _check_groups(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Check settings and parameters of groups; numbers of numpy become Python's.
+
+        Raises:
+            TypeError: a setting is no number.
+            ValueError: a setting is out of its range, or a parameter is not the model's or has
+                sparse gradients.
+        """
+        who = self._moment.optimizer
+        for group in groups:
+            check_settings(who, group)
+            group.update({key: plain_numbers(group[key]) for key in self.defaults})
+            for parameter in group["params"]:
+                if id(parameter) not in self._names:
+                    raise ValueError(
+                        f"{who}: a parameter of shape {tuple(parameter.shape)} does not belong to "
+                        "the model: pass the model that was wrapped, and its own parameters; if "
+                        "the model has got another one since, wrap it anew, and make the optimizer "
+                        "anew"
+                    )
+                if id(parameter) in self._sparse:
+                    why = refused(MOMENTA, "sparse gradients", name=self._sparse[id(parameter)])
+                    raise ValueError(f"{who}: {why}")
+
+    def _terms(self, groups: Sequence[dict[str, Any]]) -> list[str]:
+        """Return the settings of groups and their parameters, which are equal on all ranks."""
+        settings = [{key: plain(group[key]) for key in self.defaults} for group in groups]
+        return [
+            f"group {i} of {self._moment.optimizer}: {settings[i]} of "
+            + ",".join(self._names[id(p)] for p in group["params"])
+            for i, group in enumerate(groups)
+        ]
+
     # ------------------------------------------------------------------ parts of a step
 
     def _overflows(self) -> bool:
@@ -313,8 +384,8 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         self.param_groups = groups
         numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in groups)
-        for number, parameter in zip(numbers, parameters, strict=True):
-            for key, value in given["state"].get(number, {}).items():
+        for place, parameter in zip(numbers, parameters, strict=True):
+            for key, value in given["state"].get(place, {}).items():
                 if key in FLOAT32_STATES:
                     device = local(parameter).device if value.ndim else torch.device("cpu")
                     exact = value.detach().to(device, torch.float32, copy=True)
@@ -346,9 +417,13 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
                 moment.start()
                 self.state[parameter] = moment.state
 
-    @abstractmethod
     def _start_exact(self, parameter: torch.Tensor) -> None:
         """Fill the state of a parameter that travels exactly, if it is empty."""
+        state = self.state[parameter]
+        if self._moment.key not in state:
+            for key in self._exact:
+                number = torch.zeros((), dtype=torch.float32, device="cpu")
+                state[key] = number if key == "step" else torch.zeros_like(parameter)
 
     @abstractmethod
     def _step_exact(self, group: dict[str, Any], parameters: list[torch.Tensor]) -> None:

@@ -184,9 +184,9 @@ MUTANTS = (
     # --------------------------------------------------------- residuals, and what is added to them
     Mutant(
         "what-was-sent-without-the-residual-in-it",
-        "csrc/optim/moments.cpp::sent_row",
-        "(x[j] + before[j] - after[j]) * row * column[j]",
-        "(x[j] - after[j]) * row * column[j]",
+        "csrc/optim/moments_passes.h::send_patch",
+        "x = x + warp.load(before, args.form, begin, left, k);",
+        "",
         "core/test_moments.py::test_steps_have_the_bits_of_their_definition",
     ),
     Mutant(
@@ -250,7 +250,7 @@ MUTANTS = (
     ),
     Mutant(
         "shards-that-others-own-have-the-own-momentum",
-        "pycomm/momentum/job.py::Job.encode",
+        "pycomm/momentum/passes.py::Job.encode",
         "(own[i].last_step or shards > 1)",
         "own[i].last_step and shards == 1",
         "torch/optim/test_coded_adamw.py::test_a_step_is_that_of_the_formula",

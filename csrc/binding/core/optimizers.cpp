@@ -8,8 +8,6 @@
 #include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "core/arithmetic.h"
-#include "optim/adamw.h"
-#include "optim/device_moments.h"
 #include "optim/moments.h"
 
 namespace py = pybind11;
@@ -41,21 +39,20 @@ struct pybind11::detail::type_caster<pycomm::Address> {
 namespace pycomm {
 namespace {
 
-using moments::DeviceMoments;
-using moments::HostMoments;
+// C++ works without Python.
+using Works = py::call_guard<GilReleased, DefaultArithmetic>;
 
-/// Where C++ works: threads of the host, without Python; or a stream.
-template <typename Moments>
-struct Where {
-  explicit Where(uintptr_t given) : at{Device::cuda, pointer(given), {}} {}
-  const Stream at;
-};
-template <>
-struct Where<HostMoments> {
-  explicit Where(uintptr_t given) : at(static_cast<int>(given)) {}
-  const GilReleased release;
-  const DefaultArithmetic arithmetic;
-  const int at;
+/// Returns where passes run. `given`: threads or a stream.
+moments::Where where_of(bool on_host, uintptr_t given) {
+  if (on_host) return {static_cast<int>(given), {}};
+  return {1, {Device::cuda, pointer(given), {}}};
+}
+
+/// Matrices, and whether the host works on them: else a stream does.
+struct Moments : moments::Moments {
+  explicit Moments(bool on_host) : on_host(on_host) {}
+  moments::Where where(uintptr_t given) const { return where_of(on_host, given); }
+  const bool on_host;
 };
 
 /// Returns the struct of the members that Python gives, in order.
@@ -76,7 +73,7 @@ namespace passes {
 using RowsGiven = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, uint16_t, uint16_t>;
 using StoredGiven = std::pair<Address, uint32_t>;
 using SidesGiven = std::tuple<Address, Address, uint32_t>;
-using PassGiven =
+using BucketGiven =
     std::tuple<Address, DType, double, float, uint32_t, Address, bool, Address, Address>;
 using TurnGiven = std::tuple<Address, uint32_t, uint32_t, double, float, int, uint32_t, bool>;
 using SendingGiven = std::tuple<Address, uint32_t, uint32_t, float>;
@@ -84,7 +81,6 @@ using CommitGiven = std::tuple<moments::Use, double, double>;
 using StepGiven = std::tuple<size_t, Address, Address, double, double, double, float, bool, bool>;
 
 /// `at`: what is kept, second moments by row and by column, how these are heard.
-template <typename Moments>
 void add(Moments& self, const std::pair<size_t, size_t>& place, const RowsGiven& rows,
          const std::array<Address, 4>& at, const StoredGiven& momentum, const SidesGiven& residual,
          const SidesGiven& own) {
@@ -93,74 +89,58 @@ void add(Moments& self, const std::pair<size_t, size_t>& place, const RowsGiven&
             made<moments::StoredPair>(own)});
 }
 
-/// `kPass` is squares() or encode().
-template <typename Moments, auto kPass>
-void take_turns(const Moments& self, const PassGiven& pass, const std::vector<TurnGiven>& turns,
-                uintptr_t where) {
-  (self.*kPass)(made<moments::Pass>(pass), made_all<moments::Turn>(turns),
-                Where<Moments>(where).at);
+void code(const Moments& self, const BucketGiven& bucket, const std::vector<TurnGiven>& turns,
+          bool encodes, uintptr_t where) {
+  self.code(made<moments::Bucket>(bucket), made_all<moments::Turn>(turns), encodes,
+            self.where(where));
 }
 
-template <typename Moments>
 void sent(const Moments& self, Address values, DType dtype,
           const std::vector<SendingGiven>& sendings, bool divides, Address swapped,
           uintptr_t where) {
   self.sent(values, dtype, made_all<moments::Sending>(sendings), divides, swapped,
-            Where<Moments>(where).at);
+            self.where(where));
 }
 
-template <typename Moments>
 void land(const Moments& self, Address values, DType dtype, double unit, bool divides,
           uintptr_t where) {
-  self.land(values, dtype, unit, divides, Where<Moments>(where).at);
+  self.land(values, dtype, unit, divides, self.where(where));
 }
 
-template <typename Moments>
 void collect(const Moments& self, Address sums, uintptr_t where) {
-  self.collect(sums, Where<Moments>(where).at);
+  self.collect(sums, self.where(where));
 }
 
-template <typename Moments>
 void commit(const Moments& self, Address sums, const std::vector<CommitGiven>& how, uint32_t ranks,
             uintptr_t where) {
-  self.commit(sums, made_all<moments::Commit>(how), ranks, Where<Moments>(where).at);
+  self.commit(sums, made_all<moments::Commit>(how), ranks, self.where(where));
 }
 
-template <typename Moments>
 void move(const Moments& self, const std::vector<StepGiven>& steps, DType dtype, uintptr_t where) {
-  self.move(made_all<moments::Step>(steps), dtype, Where<Moments>(where).at);
+  self.move(made_all<moments::Step>(steps), dtype, self.where(where));
 }
 
-template <typename Moments>
-void bind(py::module_& m, const char* name) {
-  py::class_<Moments>(m, name)
-      .def(py::init<>())
-      .def("add", &add<Moments>)
+void bind(py::module_& m) {
+  py::class_<Moments>(m, "Moments")
+      .def(py::init<bool>())
+      .def("add", &add)
       .def_property_readonly("scratch_floats", &Moments::scratch_floats)
-      .def("squares", &take_turns<Moments, &Moments::squares>)
-      .def("encode", &take_turns<Moments, &Moments::encode>)
-      .def("sent", &sent<Moments>)
-      .def("land", &land<Moments>)
-      .def("collect", &collect<Moments>)
-      .def("commit", &commit<Moments>)
-      .def("move", &move<Moments>);
+      .def("code", &code, Works())
+      .def("sent", &sent, Works())
+      .def("land", &land, Works())
+      .def("collect", &collect, Works())
+      .def("commit", &commit, Works())
+      .def("move", &move, Works());
 }
 
 }  // namespace passes
 
 using TensorsGiven = std::vector<std::tuple<Address, Address, Address, Address, Address, size_t>>;
 
-void adamw_step(const TensorsGiven& tensors, double lr, double beta1, double beta2, double eps,
-                double weight_decay, int threads) {
-  GilReleased release;
-  const DefaultArithmetic arithmetic;
-  adamw::step(made_all<adamw::Tensor>(tensors), {lr, beta1, beta2, eps, weight_decay}, threads);
-}
-
-void adamw_step_on_device(const TensorsGiven& tensors, double lr, double beta1, double beta2,
-                          double eps, double weight_decay, uintptr_t stream) {
-  adamw::step_on_device(made_all<adamw::Tensor>(tensors), {lr, beta1, beta2, eps, weight_decay},
-                        {Device::cuda, pointer(stream), {}});
+void adamw_step(bool on_host, const TensorsGiven& tensors, double lr, double beta1, double beta2,
+                double eps, double weight_decay, uintptr_t where) {
+  moments::step_by_adamw(made_all<moments::Tensor>(tensors), {lr, beta1, beta2, eps, weight_decay},
+                         where_of(on_host, where));
 }
 
 }  // namespace
@@ -172,10 +152,8 @@ void bind_optimizers(py::module_& m) {
       .value("nothing", moments::kNothing)
       .value("step", moments::kStep)
       .value("scale", moments::kScale);
-  passes::bind<HostMoments>(m, "HostMoments");
-  passes::bind<DeviceMoments>(m, "DeviceMoments");
-  m.def("adamw_step", &adamw_step);
-  m.def("adamw_step_on_device", &adamw_step_on_device);
+  passes::bind(m);
+  m.def("adamw_step", &adamw_step, Works());
 }
 
 }  // namespace pycomm

@@ -109,7 +109,7 @@ def all_kernels() -> ctypes.CDLL:
         Error: libpycomm.so, which makes their arguments, is of other sources.
     """
     check_library()
-    files = [source_file(name) for name in (*CODECS, "convert", "feedback", "moments", "adamw")]
+    files = [source_file(name) for name in (*CODECS, "convert", "feedback", "moments")]
     digest = hashlib.sha256()
     for source in sorted(p for p in include_folder().rglob("*") if p.suffix in (".h", ".cu")):
         digest.update(source.read_bytes())

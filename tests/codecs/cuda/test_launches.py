@@ -22,8 +22,7 @@ from pycomm.codecs.cuda.sources import has_kernels
 from pycomm.codecs.implementations import implementation
 from pycomm.codecs.sign import Sign
 from pycomm.feedback import storage
-from pycomm.momentum.kernels import Kernels
-from pycomm.momentum.passes import DTYPES
+from pycomm.momentum.passes import DTYPES, Kernels
 from tests.codecs.cases import ROTATIONS, SPECS
 from tests.codecs.cuda.emulated import (
     all_kernels,
@@ -59,7 +58,7 @@ FORMATS = [
 
 def test_tables_list_exactly_the_launched_kernels():
     # Of test_convert.py, and those below.
-    others = ("convert::", "stored::", "pycomm::moments::", "pycomm::adamw::")
+    others = ("convert::", "stored::", "pycomm::moments::")
     of_codecs = [name for name in listed(all_kernels()) if not name.startswith(others)]
     assert sorted(kernels(FORMATS)) == sorted(of_codecs)
 

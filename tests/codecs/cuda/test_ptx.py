@@ -51,7 +51,7 @@ SOURCES = {
 LONG = () if FULL else ("eden", "mx")
 # And nvcc for each of the others up to a quarter of one: those of few kernels stand for them.
 BY_NVCC = list(SOURCES) if FULL else ["lossless", "sign"]
-OPTIMIZERS = {"moments": 17, "adamw": 1}  # of csrc/optim
+OPTIMIZERS = {"moments": 18}  # of csrc/optim
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 # Codecs of blocks with a scale.
 SCALED = [name for name in SOURCES if name != "lossless"]

@@ -10,11 +10,8 @@ import torch
 
 import pycomm
 from pycomm.feedback import Feedback, Residual, storage
-from pycomm.momentum.job import Job
-from pycomm.momentum.kernels import Kernels
 from pycomm.momentum.moment import CodedMoment, SGDMoment
-from pycomm.momentum.passes import Passes
-from pycomm.momentum.table import Table
+from pycomm.momentum.passes import Job, Kernels, Passes, Table
 from pycomm.reduction.bucket import BucketPiece
 from tests.torch.optim.plain_moment import PlainMoment
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+import pycomm
 from pycomm.feedback import storage
 from pycomm.momentum import agreement
 from pycomm.momentum.moment import LIMIT, CodedMoment, SGDMoment
@@ -352,3 +353,67 @@ class PlainMoment:
             moved = moved.clamp(-LIMIT * correction, LIMIT * correction)
         keep = number(1 - lr * weight_decay)
         self.x.copy_(self.x.float() * keep - moved * number(lr / correction))
+
+
+class PlainRanks:
+    """A coded optimizer of one matrix on all ranks, whose rows may be dealt to as many shards.
+
+    Args:
+        start: the matrix.
+        ranks: number of ranks.
+        codec: text of the codec of the momentum.
+        settings: of the optimizer's group, which may change.
+        shards: number of shards; 1: each rank has the whole matrix.
+    """
+
+    def __init__(
+        self, start: torch.Tensor, ranks: int, codec: str, settings: dict[str, Any], shards: int = 1
+    ) -> None:
+        self.codec, self.settings, self.shards = pycomm.codec(codec), settings, shards
+        error = pycomm.policy.quality.nominal_error(self.codec) ** 2
+        rows, padded = start.shape[0], -(-start.shape[0] // shards)
+        self.moments = [
+            PlainMoment(
+                *(start[shard * padded : (shard + 1) * padded], rows, settings, error),
+                **{"shard": shard, "shards": shards, "ranks": ranks},
+            )
+            for shard in (rank % shards for rank in range(ranks))
+        ]
+        zeros = torch.zeros(padded * start.shape[1])
+        self.kept = [[(zeros, zeros)] * shards for _ in range(ranks)]  # e and o
+        self.m = torch.zeros_like(start)
+
+    @property
+    def x(self) -> torch.Tensor:
+        return torch.cat([moment.x for moment in self.moments[: self.shards]])
+
+    def step(self, gs: list[torch.Tensor]) -> None:
+        ranks, given, counts = len(gs), [], []
+        for moment, g in zip(self.moments, gs, strict=True):
+            moment.begin()
+            whole = F.pad(g, (0, 0, 0, self.shards * moment.padded - len(g)))
+            given.append(dict(enumerate(whole.split(moment.padded))))
+            counts.append(moment.look(given[-1], 1.0, True))
+        mean = sum(moment.local_sums() for moment in self.moments) / ranks
+        means: list[Any] = [0.0] * self.shards
+        for rank, moment in enumerate(self.moments):
+            if moment.scale is None and not moment.is_sgd:
+                moment.provide(mean)
+            errors, went = (dict(enumerate(each)) for each in zip(*self.kept[rank], strict=True))
+            how = {"unit": 1.0, "looks": True, "divides": not moment.is_sgd}
+            moment.encode(given[rank], counts[rank], went, errors, **how)
+            for shard, values in given[rank].items():
+                p = values.reshape(-1) + errors[shard]
+                q = self.codec.decode(self.codec.encode(p), p.numel())
+                sent = moment.sent(values, errors[shard], p - q, shard, divides=how["divides"])
+                self.kept[rank][shard] = p - q, sent.reshape(-1)
+                means[shard] = means[shard] + q.view_as(values) / ranks
+        sums = sum(moment.local_sums() for moment in self.moments)
+        landed = []
+        for moment in self.moments:
+            momentum = means[moment.shard].clone()
+            moment.land(momentum, 1.0, not moment.is_sgd)
+            landed.append(momentum[: len(moment.x)])
+            moment.commit(sums)
+            moment.move(landed[-1], self.settings["lr"], self.settings["weight_decay"])
+        self.m = torch.cat(landed[: self.shards])

@@ -16,11 +16,12 @@ import pycomm
 from pycomm.feedback import storage
 from tests.torch.harness import Chosen, all_equal, equal, values, whole
 from tests.torch.optim import table
-from tests.torch.optim.plain_agreement import SIZES, SIZES_OF_SGD, PlainAdamW, PlainSGD
-from tests.torch.optim.plain_moment import shortened
+from tests.torch.optim.plain_moment import PlainRanks, shortened
 from tests.torch.optim.table import CALM, SHAPES, gradients, integers, named, train
 from tests.torch.pool import on_ranks
 
+SIZES: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "weight_decay": 0.1}
+SIZES_OF_SGD: dict[str, Any] = {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1}
 EDEN = "eden:bits=1,scale=mmse"
 UNIT = 0.01  # so that no parameter is 0
 EXACTLY = "residual:storage=float32"
@@ -53,15 +54,14 @@ def make(codec: Any = "sign", which: str = "adamw", **options: Any) -> tuple[Any
 def test_a_step_is_that_of_the_formula(rank, size, which, codec):
     model, optimizer = make(codec, which, refresh=1, feedback=EXACTLY)
     shards = size if which.endswith("on shards") else 1
-    kind = PlainSGD if which.startswith("sgd") else PlainAdamW
+    settings = dict(SIZES_OF_SGD if which.startswith("sgd") else {**SIZES, "eps": 1e-8})
     plain = {
-        n: kind(whole(named(model)[n]).detach(), size, codec, shards) for n in ("big", "small")
+        n: PlainRanks(whole(named(model)[n]).detach(), size, codec, settings, shards)
+        for n in ("big", "small")
     }
     for number in range(6):
-        if kind is PlainSGD and number == 3:  # as a schedule changes it
-            optimizer.param_groups[0]["momentum"] = 0.5
-            for reference in plain.values():
-                reference.momentum = 0.5
+        if "momentum" in settings and number == 3:  # as a schedule changes it
+            optimizer.param_groups[0]["momentum"] = settings["momentum"] = 0.5
         table.step(model, optimizer, gradients(rank, number))
         for name, reference in plain.items():
             reference.step([gradients(r, number)[name] for r in range(size)])
