@@ -200,7 +200,8 @@ class LocalSGD:
                 "float32, or freeze them"
             )
         device = next(iter(trained.values())).device
-        own = closing = None
+        own = None
+        self._thread: ThreadPoolExecutor | None = None  # that runs exchanges in `own`
         if group is not None:
             agree_on_options([f"LocalSGD: {n}={getattr(self, n)}" for n in _OPTIONS], group)
             _refuse_meetings(model, group)
@@ -209,7 +210,8 @@ class LocalSGD:
             is_async = not weighted and average == "ranks" and device.type == "cpu"
             if exchange.overlap and not (is_async and backend.find(group)):
                 own = own_group.make(group)
-                closing = weakref.finalize(self, own_group.close, own)
+                self._thread = ThreadPoolExecutor(1, "pycomm-local-sgd")
+                weakref.finalize(self, _close, self._thread, own).atexit = False
         self.state = CompressionState(
             codec,
             process_group=own or group,
@@ -239,14 +241,9 @@ class LocalSGD:
         self.local_steps = 0
         """Optimizer steps in this round."""
         self._own = own
-        self._thread: ThreadPoolExecutor | None = None  # that runs exchanges in `own`
         self._in_flight: tuple[Fragment, Callable[[], Average]] | None = None
         self._countdown = 0  # steps until what is in flight is applied
         self._dirty = False  # the model differs from the common start
-        if own is not None and closing is not None:
-            closing.detach()  # the thread ends before it
-            self._thread = ThreadPoolExecutor(1, "pycomm-local-sgd")
-            weakref.finalize(self, _close, self._thread, own).atexit = False
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Refuse another value of an option.
