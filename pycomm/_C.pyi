@@ -77,7 +77,6 @@ class FeedbackKind:
 
 class FeedbackStorage:
     float32: ClassVar[FeedbackStorage]
-    bf16: ClassVar[FeedbackStorage]
     int8: ClassVar[FeedbackStorage]
     __members__: ClassVar[dict[str, FeedbackStorage]]
 

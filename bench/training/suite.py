@@ -50,7 +50,6 @@ METHODS = {
         Method("coded momentum, top-k 1 %", momentum=TOP_1),
         Method("LocalSGD, int4", local=LOCAL),
         # By default residuals of tensors as small as these are float32.
-        Method("int4, residuals in bf16", codec="int4", feedback="residual:storage=bf16"),
         Method("int4, residuals in int8", codec="int4", feedback=INT8),
         Method("sign, residuals in int8", codec="sign", feedback=INT8),
         Method("coded momentum, sign, residuals in int8", momentum="sign", feedback=INT8),

@@ -59,7 +59,7 @@ namespace pycomm::codecs {
 #define FORM(Form)                                  \
   PYCOMM_KERNEL(stored::load_kernel<stored::Form>), \
       PYCOMM_KERNEL(stored::store_kernel<stored::Form>)
-PYCOMM_KERNELS(feedback, FORM(Float32), FORM(BFloat16), FORM(Int8));
+PYCOMM_KERNELS(feedback, FORM(Float32), FORM(Int8));
 #undef FORM
 
 }  // namespace pycomm::codecs

@@ -157,7 +157,7 @@ struct Warp {
     i += k * kLanes;
     const auto* const codes = static_cast<const uint16_t*>(from) + i;
     if (form == kFloat16) return decoded<codecs::cast::Float16>(codes, count);
-    if (form != kInt8) return decoded<codecs::cast::BFloat16>(codes, count);
+    if (form == kBFloat16) return decoded<codecs::cast::BFloat16>(codes, count);
     const auto* const block =
         static_cast<const uint8_t*>(from) + i / stored::kBlock * stored::kBlockBytes;
     const int first = static_cast<int>(i % stored::kBlock);
@@ -195,7 +195,6 @@ struct Warp {
     if (kPlain || form == kFloat32) return put(Array<stored::Float32>(to), i, left, k, x);
     i += k * kLanes;
     const int count = there(left, k);
-    if (form != kInt8) return moments::encode<stored::BFloat16>(x, count, to + i * 2);
     float room[kLanes];
     x.to(room);
     std::fill(room + count, room + kLanes, 0.0f);

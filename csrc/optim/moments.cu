@@ -27,7 +27,7 @@ __device__ __forceinline__ float stored_value(const void* from, uint32_t form, s
   }
   const uint16_t code = static_cast<const uint16_t*>(from)[i];
   return form == kFloat16 ? codecs::cast::Float16::decode(code)
-                          : codecs::stored::BFloat16::decode(code);
+                          : codecs::cast::BFloat16::decode(code);
 }
 
 struct Warp {
@@ -89,10 +89,8 @@ struct Warp {
       if (lane == 0) *reinterpret_cast<float*>(block) = stored::scale_of(amax);
       block[sizeof(float) + lane] =
           static_cast<uint8_t>(coded ? stored::code_of(x, inv) : int8_t{0});
-    } else if (form == stored::kFloat32) {
-      store(reinterpret_cast<float*>(to), i, left, k, x);
     } else {
-      store(Array<stored::BFloat16>(to), i, left, k, x);
+      store(reinterpret_cast<float*>(to), i, left, k, x);
     }
   }
 

@@ -234,7 +234,7 @@ PYCOMM_HD Room room_at(float* at, size_t rows, size_t columns) {
 }
 
 /// Forms of momenta and residuals: those of feedback::Storage, and float16.
-constexpr uint32_t kFloat16 = 3;
+constexpr uint32_t kBFloat16 = 2, kFloat16 = 3;
 
 // Arguments of the kernels. Members are those of moments.h; `room` is a Room.
 

@@ -79,7 +79,7 @@ class Residuals:
             if found is not None:  # has been exact, and keeps its momentum
                 fresh.momentum, fresh.side = found.momentum, found.side
             found = self._residuals[name] = fresh
-        elif storage.is_wider(rule.storage, found.rule.storage):
+        elif (rule.storage, found.rule.storage) == ("float32", "int8"):
             form = {"rows": found.rows, "error": found.worker is not None}
             wide = Residual(rule, found.numel, found.device, owner=found.owner is not None, **form)
             _load(wide, _saved(found))

@@ -9,7 +9,7 @@ from pycomm.arguments import guess, number, put, typed
 from pycomm.codecs import Cast, Codec, options
 
 Kind = Literal["residual", "decay", "momentum"]
-StorageName = Literal["float32", "bf16", "int8", "auto"]
+StorageName = Literal["float32", "int8", "auto"]
 
 LARGE = 1 << 16
 """Number of values from which "auto" keeps a parameter's residual in int8."""

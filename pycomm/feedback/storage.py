@@ -1,7 +1,7 @@
-"""Storage of residuals: float32, bf16, or int8 with a scale for each block of 32 values.
+"""Storage of residuals: float32, or int8 with a scale for each block of 32 values.
 
-Stored values are tensors whose dtype is the format: float32 [numel], bfloat16 [numel], or uint8
-[blocks, 36], where a block is a float32 scale followed by its codes. The bits are those of `load`
+Stored values are tensors whose dtype is the format: float32 [numel], or uint8 [blocks, 36], where a
+block is a float32 scale followed by its codes. The bits are those of `load`
 and `store` in csrc/codecs/base/feedback.cpp.
 """
 
@@ -15,25 +15,15 @@ from pycomm.feedback.rule import StorageName
 
 BLOCK = 32
 BLOCK_BYTES = 4 + BLOCK
-DTYPES: dict[StorageName, torch.dtype] = {
-    "float32": torch.float32,
-    "bf16": torch.bfloat16,
-    "int8": torch.uint8,
-}
+DTYPES: dict[StorageName, torch.dtype] = {"float32": torch.float32, "int8": torch.uint8}
 
 _TINY, _HUGE, _TOP = 2.0**-100, 2.0**127, 127.0
 _PAGES = 1 << 17  # bytes from which zeros are mapped from the kernel
 
 
-def is_wider(storage: StorageName, other: StorageName) -> bool:
-    """Return whether a storage holds all values of another one, and more."""
-    order = ("int8", "bf16", "float32")
-    return order.index(storage) > order.index(other)
-
-
 def name_of(stored: torch.Tensor) -> StorageName:
-    """Return the storage of stored values."""
-    return next(name for name, dtype in DTYPES.items() if dtype == stored.dtype)
+    """Return the storage of stored values; float32 for the bfloat16 of earlier versions."""
+    return "int8" if stored.dtype == torch.uint8 else "float32"
 
 
 def shape(storage: StorageName, numel: int, rows: int = 1) -> tuple[int, ...]:
@@ -84,9 +74,6 @@ def store(values: torch.Tensor, stored: torch.Tensor) -> None:
     """Store float32 values. A block that is too large for its scale becomes zero."""
     if stored.dtype == torch.float32:
         stored.copy_(values)
-    elif stored.dtype == torch.bfloat16:
-        largest = torch.finfo(torch.bfloat16).max
-        stored.copy_(values).clamp_(-largest, largest)
     else:
         blocks = values.new_zeros(len(stored), BLOCK)
         blocks.view(-1)[: values.numel()] = values

@@ -18,7 +18,7 @@ from pycomm.policy.rules import CODED
 from pycomm.reduction.bucket import BucketPiece
 
 DTYPES = {dtype: core_dtype(dtype) for dtype in CODED}
-FORMS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2, torch.float16: 3}
+FORMS = {torch.float32: 0, torch.uint8: 1, torch.bfloat16: 2, torch.float16: 3}
 """Numbers of stored values' forms, csrc/optim/moments_params.h."""
 
 Part = tuple[CodedMoment, "BucketPiece | None"]

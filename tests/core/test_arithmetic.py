@@ -139,7 +139,7 @@ def test_numbers_in_a_text_are_rounded_to_nearest(kind):
 
 @each_value
 @kinds
-@pytest.mark.parametrize("form", [("decay", "bf16"), ("momentum", "int8"), ("residual", "float32")])
+@pytest.mark.parametrize("form", [("decay", "int8"), ("momentum", "int8"), ("residual", "float32")])
 def test_feedback(kind, form):
     x = torch.cat((torch.randn(3000), torch.arange(-150, 150) * 2.0**-149))
     codec = pycomm.codec("int4")

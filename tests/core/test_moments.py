@@ -13,7 +13,7 @@ from tests.torch.optim.followed import KINDS, ByDefinition, ByPasses, differing 
 CPU = Kernels(torch.device("cpu"))
 
 
-@pytest.mark.parametrize("form", ["float32", "bf16", "int8"])
+@pytest.mark.parametrize("form", ["float32", "int8"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shards", "scatters"), [(1, True), (3, True), (3, False)])
 @pytest.mark.parametrize("kind", KINDS)

@@ -128,7 +128,6 @@ void bind_codecs(py::module_& m) {
       .value("momentum", feedback::Kind::momentum);
   py::enum_<feedback::Storage>(m, "FeedbackStorage")
       .value("float32", feedback::Storage::float32)
-      .value("bf16", feedback::Storage::bfloat16)
       .value("int8", feedback::Storage::int8);
 
   py::class_<Codec>(m, "Codec")

@@ -47,9 +47,8 @@ void add_part(Layout& layout, size_t numel, const std::string& codec, uint32_t t
   how.kind = one_of<Kind>(
       "feedback", kind,
       {{"residual", Kind::residual}, {"decay", Kind::decay}, {"momentum", Kind::momentum}});
-  how.storage = one_of<Storage>(
-      "storage", storage,
-      {{"float32", Storage::float32}, {"bf16", Storage::bfloat16}, {"int8", Storage::int8}});
+  how.storage =
+      one_of<Storage>("storage", storage, {{"float32", Storage::float32}, {"int8", Storage::int8}});
   how.decay = decay;
   layout.add(numel, codec, tensor, how, worker, owner, momentum, worker_spans, owner_spans);
 }

@@ -15,14 +15,6 @@ namespace {
 
 // ------------------------------------------------------------------------- stored forms
 
-PYCOMM_SIMD void load_bfloat16(const uint16_t* __restrict in, size_t n, float* __restrict out) {
-  for (size_t i = 0; i < n; i++) out[i] = BFloat16::decode(in[i]);
-}
-
-PYCOMM_SIMD void store_bfloat16(const float* __restrict in, size_t n, uint16_t* __restrict out) {
-  for (size_t i = 0; i < n; i++) out[i] = static_cast<uint16_t>(BFloat16::encode_saturating(in[i]));
-}
-
 // Not as many values as are left in one loop, which would take its iterations one by one.
 
 PYCOMM_SIMD void load_int8(const uint8_t* __restrict in, size_t n, float* __restrict out) {
@@ -72,12 +64,11 @@ Residual residual_of(const float* old, float* fresh) {
 // -------------------------------------------------------------------------------- a GPU
 
 static_assert(static_cast<uint32_t>(Storage::float32) == codecs::stored::kFloat32 &&
-              static_cast<uint32_t>(Storage::bfloat16) == codecs::stored::kBFloat16 &&
               static_cast<uint32_t>(Storage::int8) == codecs::stored::kInt8);
 
 template <typename Params>
 void launch(const char* kernel, Storage storage, const Params& params, Stream stream) {
-  constexpr const char* kForms[] = {"stored::Float32", "stored::BFloat16", "stored::Int8"};
+  constexpr const char* kForms[] = {"stored::Float32", "stored::Int8"};
   const std::string form = kForms[static_cast<int>(storage)];
   codecs::launch("feedback", codecs::kernel_name(kernel, form), params, params.numel,
                  codecs::stored::kRows * cuda::kRow, stream);
@@ -115,8 +106,6 @@ size_t stored_bytes(Storage storage, size_t numel) {
   switch (storage) {
     case Storage::float32:
       return numel * sizeof(float);
-    case Storage::bfloat16:
-      return numel * sizeof(uint16_t);
     case Storage::int8:
       return (numel + kBlock - 1) / kBlock * kBlockBytes;
   }
@@ -128,9 +117,6 @@ void load(Storage storage, const uint8_t* stored, Span<float> out) {
     case Storage::float32:
       std::memcpy(out.data, stored, out.size * sizeof(float));
       return;
-    case Storage::bfloat16:
-      load_bfloat16(reinterpret_cast<const uint16_t*>(stored), out.size, out.data);
-      return;
     case Storage::int8:
       load_int8(stored, out.size, out.data);
   }
@@ -140,9 +126,6 @@ void store(Storage storage, Span<const float> in, uint8_t* stored) {
   switch (storage) {
     case Storage::float32:
       std::memcpy(stored, in.data, in.size * sizeof(float));
-      return;
-    case Storage::bfloat16:
-      store_bfloat16(in.data, in.size, reinterpret_cast<uint16_t*>(stored));
       return;
     case Storage::int8:
       store_int8(in.data, in.size, stored);

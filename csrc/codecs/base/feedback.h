@@ -20,7 +20,6 @@ enum class Kind : uint8_t {
 /// Form in which a memory stores its values. All bytes zero are zeros.
 enum class Storage : uint8_t {
   float32,
-  bfloat16,
   int8,  ///< blocks of kBlock values: a float32 scale, then the codes
 };
 using codecs::stored::kBlock;

@@ -13,95 +13,6 @@ union Codes {
   int8_t code[cuda::kVector];
 };
 
-/// Codes of four values of bfloat16, as words of two.
-union Pairs {
-  cuda::Vector<uint16_t> code;
-  uint32_t word[2];
-};
-
-/// Returns the four values of codes of bfloat16.
-__device__ __forceinline__ cuda::Vector<float> decode_row(const cuda::Vector<uint16_t>& codes) {
-  const Pairs pairs{codes};
-  cuda::Vector<float> value;
-  for (int k = 0; k < cuda::kVector; k++) {
-    const uint32_t word = pairs.word[k / 2];
-    value.v[k] = bits_float(k % 2 == 0 ? word << 16 : word & 0xffff0000u);
-  }
-  return value;
-}
-
-/// Rounds all rows to bfloat16, as pycomm::BFloat16 does but for a NaN.
-template <int kRows>
-__device__ __forceinline__ void round_rows(const cuda::Vector<float> (&value)[kRows],
-                                           cuda::Vector<uint16_t> (&code)[kRows]) {
-#pragma unroll
-  for (int row = 0; row < kRows; row++) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-    Pairs pairs;
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      asm("cvt.rn.bf16x2.f32 %0, %1, %2;"
-          : "=r"(pairs.word[k])
-          : "f"(value[row].v[2 * k + 1]), "f"(value[row].v[2 * k]));
-    }
-    code[row] = pairs.code;
-#else
-    for (int k = 0; k < cuda::kVector; k++) {
-      code[row].v[k] = static_cast<uint16_t>(pycomm::BFloat16::encode(value[row].v[k]));
-    }
-#endif
-  }
-}
-
-/// Returns whether codes of round_rows() are those of BFloat16 above: it differs where one is Inf,
-/// and instructions that round two values at once do where one is NaN.
-template <int kRows>
-__device__ __forceinline__ bool all_finite(const cuda::Vector<uint16_t> (&code)[kRows]) {
-  constexpr uint32_t kInf = kInfBits >> 16;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  uint32_t largest = 0;  // of both halves
-#pragma unroll
-  for (int row = 0; row < kRows; row++) {
-    const Pairs pairs{code[row]};
-#pragma unroll
-    for (int k = 0; k < 2; k++) {
-      uint32_t magnitudes;
-      asm("abs.bf16x2 %0, %1;" : "=r"(magnitudes) : "r"(pairs.word[k]));
-      asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(largest) : "r"(largest), "r"(magnitudes));
-    }
-  }
-  return (largest & kInf) != kInf && (largest >> 16 & kInf) != kInf;
-#else
-  bool finite = true;
-#pragma unroll
-  for (int row = 0; row < kRows; row++) {
-    for (int k = 0; k < cuda::kVector; k++) finite = finite && (code[row].v[k] & kInf) != kInf;
-  }
-  return finite;
-#endif
-}
-
-/// Stores all rows of a tile as bfloat16. Where one does not fit, they are rounded and stored value
-/// by value; `fit` is true if all are known to.
-template <int kRows, int kRowLanes>
-__device__ __forceinline__ void store_rows(const cuda::Tile<kRows, kRowLanes>& tile, uint16_t* to,
-                                           size_t numel, const cuda::Vector<float> (&value)[kRows],
-                                           bool fit) {
-  cuda::Vector<uint16_t> code[kRows];
-  round_rows(value, code);
-  if (fit || all_finite(code)) {
-    tile.store(to, numel, code);
-    return;
-  }
-  const int left = tile.left_of(numel);
-#pragma unroll
-  for (int row = 0; row < kRows; row++) {
-    for (int k = 0; k < cuda::kVector; k++) {
-      if (row * tile.kRow + k < left) to[tile.index(row) + k] = BFloat16::encode(value[row].v[k]);
-    }
-  }
-}
-
 /// Loads the four values from value i on, of int8. Beyond the end zeros.
 __device__ __forceinline__ cuda::Vector<float> load_int8(const uint8_t* from, size_t i,
                                                          size_t numel) {
@@ -160,9 +71,6 @@ __device__ __forceinline__ void each_stored(const cuda::Tile<kRows, kRowLanes>& 
   const uint8_t* const from = swapped ? args.new_residual : args.residual;
   if (args.form == stored::kFloat32) {
     tile.each(reinterpret_cast<const float*>(from), f);
-  } else if (cuda::opaque(args.form) == stored::kBFloat16) {
-    tile.each(reinterpret_cast<const uint16_t*>(from),
-              [&](int row, const auto& codes) { f(row, stored::decode_row(codes)); });
   } else {
 #pragma unroll
     for (int row = 0; row < kRows; row++) {
@@ -189,8 +97,6 @@ __device__ __forceinline__ cuda::Vector<float> load_residual(
   cuda::Vector<float> value;
   if (args.form == stored::kFloat32) {
     value = tile.load(reinterpret_cast<const float*>(from), row);
-  } else if (args.form == stored::kBFloat16) {
-    value = stored::decode_row(tile.load(reinterpret_cast<const uint16_t*>(from), row));
   } else {
     value = stored::load_int8(from, tile.index(row), args.numel);
   }
@@ -218,18 +124,16 @@ __device__ __forceinline__ void store_int8(const cuda::Tile<kRows>& tile, const 
   }
 }
 
-/// Stores the residuals of a tile. Called by all lanes of a warp. `fit`: all magnitudes are known
-/// to be those of finite numbers of every form. `store_int8(to)` stores those of this form.
+/// Stores the residuals of a tile. Called by all lanes of a warp. `store_int8(to)` stores those of
+/// this form.
 template <int kRows, int kRowLanes, typename F>
 __device__ __forceinline__ void store_residual(const cuda::Tile<kRows, kRowLanes>& tile,
                                                const EncodeParams& args,
                                                const cuda::Vector<float> (&value)[kRows],
-                                               bool swapped, bool fit, const F& store_int8) {
+                                               bool swapped, const F& store_int8) {
   uint8_t* const to = swapped ? const_cast<uint8_t*>(args.residual) : args.new_residual;
   if (args.form == stored::kFloat32) {
     tile.store(reinterpret_cast<float*>(to), args.numel, value);
-  } else if (cuda::opaque(args.form) == stored::kBFloat16) {
-    stored::store_rows(tile, reinterpret_cast<uint16_t*>(to), args.numel, value, fit);
   } else {
     store_int8(to);
   }
@@ -239,7 +143,7 @@ template <int kRows>
 __device__ __forceinline__ void store_residual(const cuda::Tile<kRows>& tile,
                                                const EncodeParams& args,
                                                const cuda::Vector<float> (&value)[kRows]) {
-  store_residual(tile, args, value, args.swapped != 0, false,
+  store_residual(tile, args, value, args.swapped != 0,
                  [&](uint8_t* to) { store_int8(tile, args, value, to); });
 }
 

@@ -8,7 +8,7 @@
 namespace pycomm::codecs::stored {
 
 /// The forms. Numbers as those of feedback::Storage.
-constexpr uint32_t kFloat32 = 0, kBFloat16 = 1, kInt8 = 2;
+constexpr uint32_t kFloat32 = 0, kInt8 = 1;
 
 /// Values of a block of the form int8, which is a float32 scale, then the codes.
 constexpr uint32_t kBlock = 32;
@@ -31,15 +31,6 @@ struct Float32 {
   PYCOMM_HD static float decode(Code code) { return code; }
   PYCOMM_HD static Code encode(float x) { return x; }
 };
-struct BFloat16 {
-  static constexpr bool kBlocks = false;
-  using Code = uint16_t;
-  PYCOMM_HD static float decode(Code code) { return pycomm::BFloat16::decode(code); }
-  PYCOMM_HD static Code encode(float x) {
-    return static_cast<Code>(pycomm::BFloat16::encode_saturating(x));
-  }
-};
-
 struct Int8 {
   static constexpr bool kBlocks = true;
   using Code = uint32_t;  ///< of four values

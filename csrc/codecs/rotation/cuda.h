@@ -457,7 +457,7 @@ __device__ __forceinline__ void store_rest(const typename Shares::Tile& tile,
       }
     }
   }
-  store_residual(tile, args, y, swapped, plain, [&](uint8_t* to) {
+  store_residual(tile, args, y, swapped, [&](uint8_t* to) {
     move<Shares, Rows>(y);
     store_int8(tile_of<kTileRows>(args), args, y, to);
   });

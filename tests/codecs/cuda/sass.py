@@ -216,11 +216,10 @@ def arguments_of(spec: str, op: str) -> dict[str, bytes]:
 
     Args:
         spec: of the codec.
-        op: ``encode`` and ``decode``; ``encode_feedback`` with a residual of bfloat16, or
-            ``encode_feedback_float32`` of float32; ``own``, as the second, of the average of one
-            contribution by 2. None of another call is known.
+        op: ``encode`` and ``decode``; ``encode_feedback`` with a residual of float32; ``own``, as
+            that, of the average of one contribution by 2. None of another call is known.
     """
-    if op not in ("encode", "decode", "encode_feedback", "encode_feedback_float32", "own"):
+    if op not in ("encode", "decode", "encode_feedback", "own"):
         return {}
     codec = pycomm.codec(spec)
     x = torch.zeros(NUMEL)
@@ -228,7 +227,7 @@ def arguments_of(spec: str, op: str) -> dict[str, bytes]:
     room = torch.zeros(codec.native.scratch_bytes(NUMEL) + 16, dtype=torch.uint8)
     if op == "decode":
         launches = decode_launches(codec, payload, x, room, add=False)
-    elif op in ("encode", "encode_feedback_float32"):
+    elif op == "encode" or codec.name in ("lossless", "topk"):  # with arguments of their own
         residual = None if op == "encode" else torch.zeros_like(x)
         args = EncodeArgs(x, payload, residual, residual, RandomKey(), 0)
         launches = encode_launches(codec, args, room)
@@ -239,14 +238,14 @@ def arguments_of(spec: str, op: str) -> dict[str, bytes]:
 
 
 def _with_feedback(codec: Codec, x: torch.Tensor, payload: torch.Tensor) -> list[Launch]:
-    old, fresh = (torch.zeros(NUMEL, dtype=torch.bfloat16) for _ in range(2))
+    old, fresh = torch.zeros(2, NUMEL)
     return recorded(
         lambda: codec.native.encode(
             x.data_ptr(),
             x.numel(),
             payload.data_ptr(),
             kind=_C.FeedbackKind.residual,
-            storage=_C.FeedbackStorage.bf16,
+            storage=_C.FeedbackStorage.float32,
             decay=1.0,
             error=(old.data_ptr(), fresh.data_ptr()),
             stream=0,

@@ -27,7 +27,7 @@ from tests.torch.device.test_operations import check_bits, generator
 from tests.torch.harness import Chosen, bucket_of, compressed_on, equal, gradients, heard, reduced
 from tests.torch.pool import Pool
 
-# On both sides of the size from which a residual is kept in bf16.
+# On both sides of the size from which a residual is kept in int8.
 SHAPES = {"large": (LARGE,), "small": (LARGE - 1,), "bias": (50,)}
 
 
@@ -68,10 +68,9 @@ def test_the_doctor_tells_the_path_on_a_gpu(rank, ranks, way):
 def test_default_options_take_kernels_among_peers(fakes, codec):
     got, want = with_the_bits_of_the_host(fakes, "peers", check_ddp, codec)
     for _, residuals, lines, chosen in got:
-        bf16 = "torch.float32" if codec.startswith("topk") else "torch.bfloat16"
-        if residuals:
-            assert residuals["large"][0] == bf16
-            assert residuals["small"][0] == "torch.float32"
+        large = "torch.float32" if codec.startswith("topk") else "torch.uint8"
+        assert residuals["large"][0] == large
+        assert residuals["small"][0] == "torch.float32"
         assert chosen
         assert all("values: peers (coded by kernels" in line for line in chosen)
         assert all("values: peers" in line for line in lines)
@@ -180,9 +179,8 @@ def test_another_backend_is_the_reason(fakes):
 
 RULES = [
     Feedback(),
-    Feedback(storage="bf16"),
     Feedback(storage="int8"),
-    Feedback("decay", storage="bf16"),
+    Feedback("decay", storage="int8"),
     Feedback("decay", storage="float32"),
 ]
 CASES = [
@@ -235,7 +233,7 @@ def check_many(
     Args:
         fits: so many of the runs fit into the scratch memory; None: as usual.
     """
-    residuals = Residuals(Feedback(storage="bf16"), ranks)
+    residuals = Residuals(Feedback(storage="int8"), ranks)
     with launched() as kernels, pytest.MonkeyPatch.context() as patch:
         if fits is not None:
             all_of_them = _C.CodedBucket.scratch_bytes
@@ -262,7 +260,7 @@ def check_many(
 def test_the_table_says_what_kernels_among_peers_take(rank, ranks):
     group, x = dist.group.WORLD, torch.ones(64, device=FAKE)
     for kind in paths.KINDS:
-        for storage in ("float32", "bf16", "int8"):
+        for storage in ("float32", "int8"):
             residuals = Residuals(Feedback(kind, storage=storage), ranks)
             bucket = bucket_of("int8", [64], residuals, FAKE)
             chosen = paths.choose(bucket, group, x)

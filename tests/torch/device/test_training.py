@@ -253,7 +253,7 @@ def test_residuals_take_memory_for_values_that_have_them(fakes, ranks, nodes):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("rule", ["residual:storage=int8", "decay:0.9,storage=bf16"])
+@pytest.mark.parametrize("rule", ["residual:storage=int8", "decay:0.9,storage=int8"])
 def test_the_device_decides_as_a_host_that_waits(fakes, rule, ranks):
     check = check_steps_before_the_host_knows
     want = run(fakes, "kernels", check, "cpu", rule, group="gloo", ranks=ranks)

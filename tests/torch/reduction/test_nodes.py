@@ -238,7 +238,7 @@ def test_resharded_residuals_are_sent_whole(rank, ranks, nodes):
     assert before["large"].norm() > 0
     for name, debt in before.items():
         assert after[name].norm() <= 1e-3 * debt.norm(), name
-        lost = sent[name] + after[name] - debt  # but for the rounding of residuals in bf16
+        lost = sent[name] + after[name] - debt  # but for the rounding of residuals in int8
         assert lost.norm() <= 1e-2 * debt.norm(), name
 
 
