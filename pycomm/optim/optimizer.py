@@ -114,6 +114,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
             if rule is None or rule.kind != "residual":
                 why = refused(MOMENTA, "feedback but `residual`", feedback=feedback)
                 raise ValueError(f"{name}: {why}")
+        self._settings = tuple(defaults)  # torch adds others to `self.defaults` later
         self._names = {id(p): clean(name) for name, p in module.named_parameters()}
         self._sparse = {
             id(part.weight): name or type(part).__name__
@@ -313,7 +314,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         who = self._moment.optimizer
         for group in groups:
             check_settings(who, group)
-            group.update({key: plain_numbers(group[key]) for key in self.defaults})
+            group.update({key: plain_numbers(group[key]) for key in self._settings})
             for parameter in group["params"]:
                 if id(parameter) not in self._names:
                     raise ValueError(
@@ -328,7 +329,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
 
     def _terms(self, groups: Sequence[dict[str, Any]]) -> list[str]:
         """Return the settings of groups and their parameters, which are equal on all ranks."""
-        settings = [{key: plain(group[key]) for key in self.defaults} for group in groups]
+        settings = [{key: plain(group[key]) for key in self._settings} for group in groups]
         return [
             f"group {i} of {self._moment.optimizer}: {settings[i]} of "
             + ",".join(self._names[id(p)] for p in group["params"])
