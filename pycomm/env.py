@@ -213,8 +213,20 @@ BUILD = (
 OF_TESTS = "PYCOMM_TEST_"
 
 
+# Advice on variables of earlier versions, by what follows the prefix.
+REMOVED = {
+    "RATE": "set PYCOMM_LINK=100mbit/100mbit, what is sent and received",
+    "SECRET_FILE": "set PYCOMM_SECRET=file:PATH",
+    "CHECKSUM": "payloads that leave a host are checked",
+    "SPIN": "waits follow from the number of cores",
+    "TRACE_SIZE": "a trace keeps 2048 operations",
+}
+
+
 def guess(name: str, known: Collection[str]) -> str:
     """Return advice on a variable that nothing reads."""
+    if removed := REMOVED.get(name.removeprefix(PREFIX)):
+        return f"it was removed: {removed}"
     near = difflib.get_close_matches(name, [*known, *BUILD], 1)
     return f"did you mean {near[0]}? Else unset it" if near else "unset it"
 

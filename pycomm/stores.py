@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+import time
 from collections import Counter
 from datetime import timedelta
 
@@ -17,6 +18,7 @@ from pycomm.errors import Error, Timeout
 # listens until its process ends, since others may still read what it has written.
 _numbers: Counter[tuple[str, int]] = Counter()
 _endpoints: dict[tuple[str, int], _C.StoreEndpoint] = {}
+_LOOK = 5.0  # seconds from one look at what rank 0 has said to the next
 
 
 def at_master(rank: int, options: _C.CommunicatorOptions) -> _C.Store:
@@ -85,7 +87,8 @@ def _of_torchrun(
     from torch._C._distributed_c10d import TCPStore
 
     told = TCPStore(*agent, is_master=False, timeout=timedelta(seconds=options.timeout))
-    if rank != 0:
+    ends = time.monotonic() + options.timeout
+    while rank != 0:
         try:
             handle = told.get(key).decode()
         except RuntimeError as error:
@@ -93,7 +96,12 @@ def _of_torchrun(
                 f"rank {rank}: rank 0 has not said in the store of torchrun within "
                 f"{options.timeout:g} s where it listens: {error}"
             ) from None
-        return _C.Store.find(handle, number, rank, options, options.timeout)
+        left = ends - time.monotonic()
+        try:  # not for long: a rank 0 of before a change of members may have said it
+            return _C.Store.find(handle, number, rank, options, max(min(left, _LOOK), 0.1))
+        except Timeout:
+            if left <= _LOOK:
+                raise
     if agent not in _endpoints:
         _endpoints[agent] = _C.StoreEndpoint("", options)
     told.set(key, _endpoints[agent].handle)

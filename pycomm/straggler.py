@@ -402,7 +402,8 @@ class StragglerMonitor:
     def join(self, group: MonitoredGroup) -> None:
         """Monitor a group for as long as it lives."""
         with self._lock:
-            self._groups.append(group)
+            mine = (group.name, group.rank)  # as one of before that has ended
+            self._groups = [g for g in self._groups if (g.name, g.rank) != mine] + [group]
             if self._thread is None or not self._thread.is_alive():  # not alive in a forked child
                 self._ends.clear()
                 self._thread = threading.Thread(target=self._run, name="pycomm-health", daemon=True)

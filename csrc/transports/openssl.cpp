@@ -13,18 +13,16 @@
 namespace pycomm::openssl {
 namespace {
 
-constexpr const char* kName = "libssl.so.3";
-
 // Returns where to look: the library's name, which also finds the copy that Python's module `ssl`
 // has loaded, else the system's; then the folder of a Python that brings its own libraries.
-std::vector<std::string> places() {
-  std::vector<std::string> found = {kName};
+std::vector<std::string> places(const char* name) {
+  std::vector<std::string> found = {name};
   char program[PATH_MAX];
   const ssize_t size = ::readlink("/proc/self/exe", program, sizeof program);
   if (size > 0) {
     std::string folder(program, static_cast<size_t>(size));
     folder.resize(folder.rfind('/') + 1);
-    found.push_back(folder + "../lib/" + kName);
+    found.push_back(folder + "../lib/" + name);
   }
   return found;
 }
@@ -32,7 +30,8 @@ std::vector<std::string> places() {
 [[noreturn]] void fail(const std::string& why) {
   throw Error("a secret and encryption need OpenSSL 3, and " + why +
               "; install it (Debian, Ubuntu: apt install libssl3; Fedora, RHEL: dnf install "
-              "openssl-libs), or set neither PYCOMM_SECRET nor PYCOMM_TLS=on on any rank");
+              "openssl-libs), or set on all ranks PYCOMM_TLS=off (a secret alone needs OpenSSL "
+              "1.1), or no PYCOMM_SECRET either");
 }
 
 // The library stays loaded until the process ends.
@@ -60,7 +59,7 @@ Library load(const std::vector<std::string>& files) {
 }  // namespace
 
 const Library& library() {
-  static const Library library = load(places());
+  static const Library library = load(places("libssl.so.3"));
   return library;
 }
 
@@ -70,14 +69,24 @@ std::string version(const std::string& file) {
 
 std::string scrypt(const std::string& secret, const std::string& salt) {
   constexpr uint64_t kRows = 16384, kBlocks = 8;  // N and r
-  std::string key(32, '\0');
-  if (library().EVP_PBE_scrypt(secret.data(), secret.size(),
-                               reinterpret_cast<const unsigned char*>(salt.data()), salt.size(),
-                               kRows, kBlocks, 1, 0, reinterpret_cast<unsigned char*>(key.data()),
-                               key.size()) != 1) {
-    fail("the one that was found refuses scrypt, as in FIPS mode");
+  using Scrypt = int (*)(const char*, size_t, const unsigned char*, size_t, uint64_t, uint64_t,
+                         uint64_t, uint64_t, unsigned char*, size_t);
+  for (const char* name : {"libcrypto.so.3", "libcrypto.so.1.1"}) {
+    for (const std::string& file : places(name)) {
+      void* const handle = ::dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);  // stays loaded
+      if (handle == nullptr) continue;
+      const auto function = reinterpret_cast<Scrypt>(::dlsym(handle, "EVP_PBE_scrypt"));
+      std::string key(32, '\0');
+      if (function != nullptr &&
+          function(secret.data(), secret.size(),
+                   reinterpret_cast<const unsigned char*>(salt.data()), salt.size(), kRows, kBlocks,
+                   1, 0, reinterpret_cast<unsigned char*>(key.data()), key.size()) == 1) {
+        return key;
+      }
+      fail(file + " refuses scrypt, as in FIPS mode");
+    }
   }
-  return key;
+  fail("there is no libcrypto");
 }
 
 void warn_of_weakness(const GroupOptions& options) {

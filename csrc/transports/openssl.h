@@ -77,10 +77,7 @@ constexpr int kBioEnd = 2;               // BIO_CTRL_EOF
   X(BIO_get_data, void*, (BIO*))                                                                \
   X(BIO_set_init, void, (BIO*, int))                                                            \
   X(BIO_set_flags, void, (BIO*, int))                                                           \
-  X(BIO_clear_flags, void, (BIO*, int))                                                         \
-  X(EVP_PBE_scrypt, int,                                                                        \
-    (const char*, size_t, const unsigned char*, size_t, uint64_t, uint64_t, uint64_t, uint64_t, \
-     unsigned char*, size_t))
+  X(BIO_clear_flags, void, (BIO*, int))
 
 struct Library {
 #define PYCOMM_OPENSSL_MEMBER(name, result, arguments) result(*name) arguments = nullptr;

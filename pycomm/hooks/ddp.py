@@ -22,6 +22,7 @@ from pycomm.reduction.own_group import ExchangeThread
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.refusals import DDP
 from pycomm.reduction.state import CompressionState
+from pycomm.reduction.step import StepStatus
 from pycomm.reduction.taken import DiscardedGradients
 
 Future = torch.futures.Future[torch.Tensor]
@@ -214,7 +215,11 @@ class DDPHooks:
                 self._enter(self._new_name(parameter), parameter)
         names = tuple(map(reducer.names.__getitem__, map(id, parameters)))
         if self._saved_buckets is not None:
-            future = self._saved_buckets.reduce(bucket.buffer(), names, last=bucket.is_last())
+            try:
+                future = self._saved_buckets.reduce(bucket.buffer(), names, last=bucket.is_last())
+            except BaseException:
+                reducer.step.status, self._saved_buckets = StepStatus.ROLLED_BACK, None
+                raise
         else:
             self._order.append(names)
             future = (reducer.transform or reducer).reduce(bucket.buffer(), names)

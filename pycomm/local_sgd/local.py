@@ -38,7 +38,7 @@ from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.refusals import LOCAL_SGD, refused
 from pycomm.reduction.state import CompressionState
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 _OPTIONS = ("every", "exchange", "lr", "momentum", "weighted", "average")
 
 

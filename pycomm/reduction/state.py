@@ -31,7 +31,7 @@ from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
 from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 class CompressionState:
