@@ -41,42 +41,42 @@ constexpr int kBioRetryRead = 0x09;      // BIO_FLAGS_READ | BIO_FLAGS_SHOULD_RE
 constexpr int kBioFlush = 11;            // BIO_CTRL_FLUSH
 constexpr int kBioEnd = 2;               // BIO_CTRL_EOF
 
-#define PYCOMM_OPENSSL_FUNCTIONS(X)                                                             \
-  X(OpenSSL_version, const char*, (int))                                                        \
-  X(OPENSSL_init_ssl, int, (uint64_t, const void*))                                             \
-  X(ERR_clear_error, void, ())                                                                  \
-  X(ERR_get_error, unsigned long, ())                                                           \
-  X(ERR_error_string_n, void, (unsigned long, char*, size_t))                                   \
-  X(TLS_method, const SSL_METHOD*, ())                                                          \
-  X(SSL_CTX_new, SSL_CTX*, (const SSL_METHOD*))                                                 \
-  X(SSL_CTX_ctrl, long, (SSL_CTX*, int, long, void*))                                           \
-  X(SSL_CTX_set_ciphersuites, int, (SSL_CTX*, const char*))                                     \
-  X(SSL_CTX_set_num_tickets, int, (SSL_CTX*, size_t))                                           \
-  X(SSL_new, SSL*, (SSL_CTX*))                                                                  \
-  X(SSL_free, void, (SSL*))                                                                     \
-  X(SSL_set_ex_data, int, (SSL*, int, void*))                                                   \
-  X(SSL_get_ex_data, void*, (const SSL*, int))                                                  \
-  X(SSL_set_verify, void, (SSL*, int, int (*)(int, void*)))                                     \
-  X(SSL_set_psk_client_callback, void, (SSL*, PskClient*))                                      \
-  X(SSL_set_psk_server_callback, void, (SSL*, PskServer*))                                      \
-  X(SSL_set_connect_state, void, (SSL*))                                                        \
-  X(SSL_set_accept_state, void, (SSL*))                                                         \
-  X(SSL_set_bio, void, (SSL*, BIO*, BIO*))                                                      \
-  X(SSL_do_handshake, int, (SSL*))                                                              \
-  X(SSL_session_reused, int, (const SSL*))                                                      \
-  X(SSL_read, int, (SSL*, void*, int))                                                          \
-  X(SSL_write, int, (SSL*, const void*, int))                                                   \
-  X(SSL_get_error, int, (const SSL*, int))                                                      \
-  X(SSL_key_update, int, (SSL*, int))                                                           \
-  X(BIO_meth_new, BIO_METHOD*, (int, const char*))                                              \
-  X(BIO_meth_set_write, int, (BIO_METHOD*, int (*)(BIO*, const char*, int)))                    \
-  X(BIO_meth_set_read, int, (BIO_METHOD*, int (*)(BIO*, char*, int)))                           \
-  X(BIO_meth_set_ctrl, int, (BIO_METHOD*, long (*)(BIO*, int, long, void*)))                    \
-  X(BIO_new, BIO*, (const BIO_METHOD*))                                                         \
-  X(BIO_set_data, void, (BIO*, void*))                                                          \
-  X(BIO_get_data, void*, (BIO*))                                                                \
-  X(BIO_set_init, void, (BIO*, int))                                                            \
-  X(BIO_set_flags, void, (BIO*, int))                                                           \
+#define PYCOMM_OPENSSL_FUNCTIONS(X)                                          \
+  X(OpenSSL_version, const char*, (int))                                     \
+  X(OPENSSL_init_ssl, int, (uint64_t, const void*))                          \
+  X(ERR_clear_error, void, ())                                               \
+  X(ERR_get_error, unsigned long, ())                                        \
+  X(ERR_error_string_n, void, (unsigned long, char*, size_t))                \
+  X(TLS_method, const SSL_METHOD*, ())                                       \
+  X(SSL_CTX_new, SSL_CTX*, (const SSL_METHOD*))                              \
+  X(SSL_CTX_ctrl, long, (SSL_CTX*, int, long, void*))                        \
+  X(SSL_CTX_set_ciphersuites, int, (SSL_CTX*, const char*))                  \
+  X(SSL_CTX_set_num_tickets, int, (SSL_CTX*, size_t))                        \
+  X(SSL_new, SSL*, (SSL_CTX*))                                               \
+  X(SSL_free, void, (SSL*))                                                  \
+  X(SSL_set_ex_data, int, (SSL*, int, void*))                                \
+  X(SSL_get_ex_data, void*, (const SSL*, int))                               \
+  X(SSL_set_verify, void, (SSL*, int, int (*)(int, void*)))                  \
+  X(SSL_set_psk_client_callback, void, (SSL*, PskClient*))                   \
+  X(SSL_set_psk_server_callback, void, (SSL*, PskServer*))                   \
+  X(SSL_set_connect_state, void, (SSL*))                                     \
+  X(SSL_set_accept_state, void, (SSL*))                                      \
+  X(SSL_set_bio, void, (SSL*, BIO*, BIO*))                                   \
+  X(SSL_do_handshake, int, (SSL*))                                           \
+  X(SSL_session_reused, int, (const SSL*))                                   \
+  X(SSL_read, int, (SSL*, void*, int))                                       \
+  X(SSL_write, int, (SSL*, const void*, int))                                \
+  X(SSL_get_error, int, (const SSL*, int))                                   \
+  X(SSL_key_update, int, (SSL*, int))                                        \
+  X(BIO_meth_new, BIO_METHOD*, (int, const char*))                           \
+  X(BIO_meth_set_write, int, (BIO_METHOD*, int (*)(BIO*, const char*, int))) \
+  X(BIO_meth_set_read, int, (BIO_METHOD*, int (*)(BIO*, char*, int)))        \
+  X(BIO_meth_set_ctrl, int, (BIO_METHOD*, long (*)(BIO*, int, long, void*))) \
+  X(BIO_new, BIO*, (const BIO_METHOD*))                                      \
+  X(BIO_set_data, void, (BIO*, void*))                                       \
+  X(BIO_get_data, void*, (BIO*))                                             \
+  X(BIO_set_init, void, (BIO*, int))                                         \
+  X(BIO_set_flags, void, (BIO*, int))                                        \
   X(BIO_clear_flags, void, (BIO*, int))
 
 struct Library {
