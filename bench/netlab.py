@@ -29,7 +29,6 @@ from pycomm.bench.common.arguments import Parser
 from pycomm.bench.lab import rates
 from pycomm.bench.lab.base import Lab as Lab
 from pycomm.bench.lab.base import LabUnavailable as LabUnavailable
-from pycomm.bench.lab.base import Paced as Paced
 from pycomm.bench.lab.base import Traffic as Traffic
 from pycomm.bench.lab.base import interface_counts as interface_counts
 from pycomm.bench.lab.base import wait as wait
@@ -41,11 +40,11 @@ from pycomm.bench.lab.wan import lab_of
 def open_lab(nodes: int, rate: str, *, paced: bool = False) -> tuple[Lab, str]:
     """Return real links if possible; otherwise, or if asked, paced ones and the reason."""
     if paced:
-        return Paced(nodes, rate), "paced links were asked for"
+        return Lab(nodes, rate), "paced links were asked for"
     try:
         return Netlab(nodes, rate), ""
     except LabUnavailable as error:
-        return Paced(nodes, rate), str(error)
+        return Lab(nodes, rate), str(error)
 
 
 def show(traffic: Sequence[Traffic]) -> str:

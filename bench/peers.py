@@ -32,7 +32,7 @@ from torch import nn
 from pycomm.bench.common import arguments, report, tables
 from pycomm.bench.common.harness import record
 from pycomm.bench.common.report import Column, Report
-from pycomm.bench.lab.base import Lab, Paced
+from pycomm.bench.lab.base import Lab
 from pycomm.bench.lab.jobs import Failed, ask
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.lab.wan import lab_of
@@ -199,7 +199,7 @@ def losses(peer: Peer) -> dict[str, Any]:
     try:
         found = (f"{name} {importlib.metadata.version(name)}" for name in peer.packages)
         row["version"] = " ".join(found)
-        with Paced(RANKS, UNLIMITED) as lab:
+        with Lab(RANKS, UNLIMITED) as lab:
             rows = measured(lab, peer, replace(CONFIG, extra=CONFIG.steps // 4))
         judged = [r for r in rows if "held_out" in r]
         row["curve"] = " ".join(f"{r['step']:g}:{r['held_out']:.6f}" for r in judged)

@@ -9,6 +9,7 @@ import difflib
 import logging
 import os
 import shlex
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -286,6 +287,15 @@ def cache_home() -> Path:
 def place() -> tuple[int | None, int | None, int | None]:
     """Return RANK, WORLD_SIZE and LOCAL_WORLD_SIZE alone; None where they are not set."""
     return _number("RANK"), _number("WORLD_SIZE"), _number("LOCAL_WORLD_SIZE")
+
+
+def host() -> str:
+    """Return a text that processes of one host have in common, and those of others have not."""
+    # The boot id differs between hosts of one name, and is the same in all containers of a host.
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
 
 
 def refused() -> dict[str, str]:

@@ -14,6 +14,7 @@ Example:
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from weakref import WeakValueDictionary
 
 from pycomm import _C
 from pycomm.straggler import Health, completed, found, percent, quantile
+from pycomm.trace import SPENT
 from pycomm.units import format_bytes, format_time
 
 
@@ -100,15 +102,13 @@ class Watched(Protocol):
 
 _lock = threading.Lock()
 _watched: WeakValueDictionary[int, Watched] = WeakValueDictionary()
-_made = 0
+_numbers = itertools.count()
 
 
 def watch(watched: Watched) -> None:
     """Include an object in all reports from now on, for as long as it lives."""
-    global _made
     with _lock:
-        _watched[_made] = watched
-        _made += 1
+        _watched[next(_numbers)] = watched
 
 
 def snapshot() -> dict[int, MonitorReport]:
@@ -144,9 +144,6 @@ def text() -> str:
     return "\n".join(lines) or "this process compresses no model's gradients and has no group"
 
 
-_PARTS = ("waited_ns", "coded_ns")
-
-
 def _groups() -> Iterator[str]:
     """Return a report for each group of more than one rank, as lines of text."""
     compared = found()
@@ -161,7 +158,7 @@ def _groups() -> Iterator[str]:
         for op, records in kinds.items():
             times = [record["ended_ns"] - record["started_ns"] for record in records]
             middle, most = (format_time(quantile(times, q) / 1e9) for q in (0.5, 0.99))
-            spent = (sum(record[part] for record in records) for part in _PARTS)
+            spent = (sum(record[part] for record in records) for part in SPENT)
             waited, codec = (percent(part / (sum(times) or 1)) for part in spent)
             yield (
                 f"  {op}: {len(records)} operations, "

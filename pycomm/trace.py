@@ -24,7 +24,7 @@ from pycomm.folders import private
 
 __all__ = ["collect", "dump"]
 
-_SPENT = ("waited_ns", "coded_ns")  # by a completed collective; pycomm.monitor compares it
+SPENT = ("waited_ns", "coded_ns")  # by a completed collective; pycomm.monitor sums it up
 
 _written: set[str] = set()
 _writing = threading.Lock()
@@ -222,7 +222,7 @@ def _entry(record: dict[str, Any], size: int) -> dict[str, Any]:
             "codec": "" if uneven else record["label"],
             "redop": record["redop"] if op in ("all_reduce", "reduce_scatter", "reduce") else "",
             "root": -1 if peers else record["root"],
-            **({} if peers or state != "completed" else {name: record[name] for name in _SPENT}),
+            **({} if peers or state != "completed" else {name: record[name] for name in SPENT}),
             **({"peer": record["root"], "tag": record["tag"]} if peers else {}),
         },
     }

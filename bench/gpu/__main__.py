@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import math
 import re
 import sys
 import time
@@ -44,7 +43,6 @@ from pycomm.codecs.cuda.sources import include_folder
 from pycomm.doctor import gpu as doctor
 
 NUMELS = (1 << 20, 1 << 26)  # a small bucket, and one that is bound by bandwidth
-KIND_SECONDS = 240.0  # for the times of one kind
 TASKS = "pycomm.bench.gpu.tasks"
 NEEDS = (
     "pycomm.bench.gpu: torch sees no GPU here: this needs an NVIDIA GPU, its driver, and a torch "
@@ -115,9 +113,9 @@ class GpuRun:
         """Add the row of a check."""
         tables.append(self.file(), [asdict(GpuRow("check", said, name)) | self.machine])
 
-    def call(self, name: str, *command: str, seconds: float = math.inf) -> None:
-        """Run a module to its end, for so many seconds at most, and not longer than the stage."""
-        left = min(seconds, self.deadline - time.monotonic())
+    def call(self, name: str, *command: str) -> None:
+        """Run a module to its end, and not longer than the stage."""
+        left = self.deadline - time.monotonic()
         status = checks.status_of([sys.executable, "-m", *command], left)
         if status is None:
             self.unfinished = True
@@ -129,7 +127,7 @@ class GpuRun:
         """Time a kind in another process; a crash, or too long a time, loses its later rows."""
         job = {"kind": kind, "numels": numels, "specs": self.options.codec}
         job |= {"folder": str(self.folder), "machine": self.machine}
-        self.call(kind, TASKS, json.dumps(job), seconds=KIND_SECONDS)
+        self.call(kind, TASKS, json.dumps(job))
 
 
 def this_machine(command: str) -> dict[str, Any]:

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,12 +35,15 @@ class Traffic:
     received: int
 
 
-class Lab(ABC):
-    """A set of nodes that ranks run on. Leaving this context manager ends every rank."""
+class Lab:
+    """A set of nodes that ranks run on. Leaving this context manager ends every rank.
 
-    interface: str
-    master: str
-    congestion: str
+    These nodes are plain processes: pycomm paces its sockets; other backends are unlimited.
+    """
+
+    interface = "lo"
+    master = "127.0.0.1"
+    congestion = "of the system"
     timed = True
     """Times are measured, so that no processor may idle. Else ranks leave the machine to others."""
 
@@ -54,9 +56,10 @@ class Lab(ABC):
         """Return the command prefix that runs a command on a node."""
         return []
 
-    @abstractmethod
     def describe(self) -> str:
         """Return a one-line description."""
+        paced = f", pycomm paces itself to {self.rate}" if self.rate != UNLIMITED else ""
+        return f"{self.nodes} processes on one machine{paced}"
 
     def environment(self) -> dict[str, str]:
         """Return the rendezvous and interface variables, common to all ranks; new in every call."""
@@ -64,8 +67,9 @@ class Lab(ABC):
         return names | {"MASTER_ADDR": self.master, "MASTER_PORT": str(_free_port())}
 
     def host(self, node: int) -> dict[str, str]:
-        """Return variables that make a node another host than the others; none by default."""
-        return {}
+        """Return variables of a node alone, by which its links have their rate."""
+        paced = {"PYCOMM_TRANSPORT": "tcp", "PYCOMM_LINK": self.rate}
+        return paced if self.rate != UNLIMITED else {}
 
     def start(
         self,
@@ -140,24 +144,6 @@ class Lab(ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Paced(Lab):
-    """Nodes that are plain processes: pycomm paces its sockets; other backends are unlimited."""
-
-    interface = "lo"
-    master = "127.0.0.1"
-    congestion = "of the system"
-
-    def describe(self) -> str:
-        if self.rate == UNLIMITED:
-            return f"{self.nodes} processes on one machine"
-        return f"{self.nodes} processes on one machine, pycomm paces itself to {self.rate}"
-
-    def environment(self) -> dict[str, str]:
-        if self.rate == UNLIMITED:
-            return super().environment()
-        return super().environment() | {"PYCOMM_TRANSPORT": "tcp", "PYCOMM_LINK": self.rate}
 
 
 def wait(ranks: Sequence[Rank], *, watch: Callable[[], None] | None = None) -> int:

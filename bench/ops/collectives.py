@@ -20,7 +20,7 @@ from pycomm import _C
 from pycomm.bench.common import accelerator, arguments
 from pycomm.bench.common.harness import format_size
 from pycomm.bench.common.report import Column, Report
-from pycomm.bench.lab.base import Paced, wait
+from pycomm.bench.lab.base import Lab, wait
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.ops import backends, coded
 from pycomm.bench.ops.measure import Rank
@@ -74,7 +74,7 @@ def rank_main(options: argparse.Namespace, rank: int, ranks: int) -> int:
 def launch(argv: Sequence[str], ranks: int) -> int:
     """Start this program once per rank; the first failure ends all ranks."""
     command = [sys.executable, "-m", "pycomm.bench", *argv]
-    with Paced(1, UNLIMITED) as lab:
+    with Lab(1, UNLIMITED) as lab:
         started = lab.start(command, ranks_per_node=ranks)
         status = wait(started)
         for rank, process in enumerate(started):

@@ -6,10 +6,10 @@ import argparse
 import itertools
 import os
 import time
+import zlib
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -22,10 +22,10 @@ from pycomm.bench.common.timing import calls_within, in_turns, quantile
 from pycomm.bench.ops import backends, coded
 from pycomm.bench.ops.operations import OPERATIONS, Case, Run, make_case
 from pycomm.communicator import Communicator
+from pycomm.env import host
 
 SECONDS = 0.5  # time budget of the slowest backend at one size, unless -n is given
 FEWEST, MOST = 20, 5000  # iterations
-BOOT = Path("/proc/sys/kernel/random/boot_id")  # differs from machine to machine
 
 
 @dataclass
@@ -76,7 +76,7 @@ class Rank:
         that are namespaces share a machine, so LOCAL_RANK would not be unique.
         """
         machine = [0.0] * self.ranks
-        machine[self.rank] = int(BOOT.read_text()[:8], 16) if BOOT.exists() else 0
+        machine[self.rank] = zlib.crc32(host().encode())
         machines = self.agree(machine, "sum")
         here = [rank for rank, one in enumerate(machines) if one == machine[self.rank]]
         cores = sorted(os.sched_getaffinity(0))

@@ -136,7 +136,7 @@ def steps(
         print(f"# no lab: {reason}; pycomm paces its sockets, and other backends need a lab")
         methods = [m for m in methods if m.backend == "pycomm"]
         scale = per_node  # the group of one rank counts bytes
-        lab = netlab.Paced(options.nodes, f"{8 * speed / per_node:.0f}bit" if speed else rate)
+        lab = netlab.Lab(options.nodes, f"{8 * speed / per_node:.0f}bit" if speed else rate)
     if not methods:
         return
     on_gpu, ranks = device != "cpu", options.nodes * per_node

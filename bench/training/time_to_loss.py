@@ -27,7 +27,7 @@ from pycomm.bench.common import arguments
 from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab import jobs
-from pycomm.bench.lab.base import Paced
+from pycomm.bench.lab.base import Lab
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.training import optimizer, suite
 from pycomm.bench.training.methods import METHODS, Method
@@ -51,7 +51,7 @@ def train(ranks: int, function: Callable[..., Any], *values: Any, **options: Any
         Failed: a rank failed.
     """
     env = {"PYCOMM_TRANSPORT": os.environ.get("PYCOMM_TRANSPORT", "tcp")}  # which counts bytes
-    with Paced(ranks, UNLIMITED) as lab:
+    with Lab(ranks, UNLIMITED) as lab:
         return jobs.ask(lab, function, *values, env=env, **options)
 
 

@@ -42,10 +42,7 @@ def examine(ranks_here: int = 0, hosts: int = 0) -> tuple[list[Finding], dict[st
     findings += variables.judge(set_here, refused, impl, no_effect)
     cores = len(os.sched_getaffinity(0))
     findings.append(machine.judge(cores, machine.cpu_quota(), ranks_here))
-    facts = probe.platform_facts() | {
-        "torch": probe.version("torch"),
-        "SIMD level": core.facts.get("simd", "none"),
-    }
+    facts = probe.platform_facts() | {"SIMD level": core.facts.get("simd", "none")}
     if not core.error:
         finding, facts["MTU"] = network.judge(set_here, hosts)
         findings.append(finding)

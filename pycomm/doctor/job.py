@@ -79,7 +79,7 @@ def _report(look: Look) -> RankReport:
         findings, facts = look()
         return RankReport(host, facts, findings)
     shared = variables.shared(given())
-    return RankReport(host, probe.platform_facts() | {"torch": probe.version("torch")} | shared)
+    return RankReport(host, probe.platform_facts() | shared)
 
 
 def _compare(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from typing import Any
 
+from pycomm._cuda_wheel import driver_version
 from pycomm.doctor import children
 from pycomm.env import env, with_only
 from pycomm.errors import Error
@@ -100,10 +101,8 @@ def c10d() -> Facts:
 def driver() -> Facts:
     """Return facts on NVIDIA's driver, without torch or the CUDA runtime."""
     cuda = ctypes.CDLL("libcuda.so.1")
-    facts: Facts = {"error": cuda.cuInit(0), "version": 0, "gpus": []}
+    facts: Facts = {"error": cuda.cuInit(0), "version": driver_version() or 0, "gpus": []}
     number = ctypes.c_int()
-    if cuda.cuDriverGetVersion(ctypes.byref(number)) == 0:
-        facts["version"] = number.value
     if facts["error"] == 0 and cuda.cuDeviceGetCount(ctypes.byref(number)) == 0:
         for index in range(number.value):
             device, name = ctypes.c_int(), ctypes.create_string_buffer(100)
@@ -194,6 +193,7 @@ def platform_facts() -> dict[str, str]:
         "pycomm": version("pycomm"),
         "Python": platform.python_version(),
         "machine": platform.machine(),
+        "torch": version("torch"),
     }
 
 

@@ -194,10 +194,6 @@ class Residual:
         """Return a row of the worker residual before this step as it is stored."""
         return self.stored("worker", self.sides[0], row, 0, self.numel)
 
-    def fresh_worker(self, row: int = 0) -> torch.Tensor:
-        """Return a row of the worker residual after this step as it is stored."""
-        return self.stored("worker", self.sides[1], row, 0, self.numel)
-
     def use(
         self,
         layout: str,

@@ -24,7 +24,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from pycomm.codecs import Codec
+from pycomm.codecs import Codec, short_text
 from pycomm.codecs import codec as parse_codec
 from pycomm.errors import Error
 from pycomm.feedback import Residuals
@@ -34,7 +34,7 @@ from pycomm.momentum.passes import Job, Kernels, Passes, Table
 from pycomm.policy import AUTO, CODED, Policy
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.reducer import BucketReducer
-from pycomm.reduction.refusals import MOMENTA, refused, stays_because
+from pycomm.reduction.refusals import MOMENTA, UNBIASED, refused, stays_because
 from pycomm.reduction.saved import known, residuals_of
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import GradientHook
@@ -97,11 +97,15 @@ class Momenta:
         """Return the policy of a momentum.
 
         Raises:
-            ValueError: it is "auto".
+            ValueError: it is "auto", or names an unbiased codec.
         """
         policy = Policy.of(codec)
         if policy.codec == AUTO:
             raise ValueError(refused(MOMENTA, "`auto`"))
+        for named in policy.named():
+            if named.unbiased:
+                remedy = "scale=mmse" if named.name == "eden" else "another codec"
+                raise ValueError(refused(MOMENTA, UNBIASED, codec=short_text(named), remedy=remedy))
         # The guard compares results with mean gradients, and here they are momentum.
         return replace(policy, guard=None)
 

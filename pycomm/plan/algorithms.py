@@ -103,16 +103,6 @@ def steps(algorithm: str, n: int, payload: float) -> tuple[float, float, float, 
     raise KeyError(algorithm)
 
 
-def crossing(cluster: Cluster) -> float:
-    """Return how many times a rank's data crosses the link that the ranks of a node share."""
-    n, local = cluster.ranks, cluster.ranks_per_node
-    if cluster.nodes == 1:
-        return float(n) if cluster.intra.shared else 1.0
-    if local == 1:
-        return 1.0
-    return local * (n - local) / (n - 1)
-
-
 def all_reduce(cluster: Cluster, coding: Coding, algorithm: str, size: Size) -> Cost:
     """Predict one all-reduce.
 
@@ -124,8 +114,10 @@ def all_reduce(cluster: Cluster, coding: Coding, algorithm: str, size: Size) -> 
     cluster = cluster.holding(size.values)
     if algorithm == "hierarchical":
         return _hierarchical(cluster, coding, size)
-    link, cross = cluster.slowest, crossing(cluster)
-    return _flat(cluster, link, cluster.ranks, coding, algorithm, size, cross)
+    n, local = cluster.ranks, cluster.ranks_per_node
+    # How many times a rank's data crosses the link that the ranks of a node share.
+    cross = local * (n - local) / (n - 1) if cluster.nodes > 1 else 1.0
+    return _flat(cluster, cluster.slowest, n, coding, algorithm, size, cross)
 
 
 def _flat(
@@ -207,8 +199,6 @@ def _hierarchical(cluster: Cluster, coding: Coding, size: Size) -> Cost:
 
 def _inside(cluster: Cluster, size: Size) -> Cost:
     """Predict the exact reduce-scatter and all-gather in a node, which send nothing out."""
-    local, link = cluster.ranks_per_node, cluster.intra
     whole = Size(size.values, size.plain, size.value_bytes)
-    cross = float(local) if link.shared else 1.0
-    half = _flat(cluster, link, local, NONE, "two_shot", whole, cross)
+    half = _flat(cluster, cluster.intra, cluster.ranks_per_node, NONE, "two_shot", whole)
     return Cost(half.seconds, 0.0, half.processor, 0.0, half.latency)

@@ -14,9 +14,9 @@ from typing import Literal
 
 from pycomm import units
 
-Mover = Literal["tcp", "dma", "bus"]
-"""The mover of a link's bytes: a core, through TCP; a device of each rank or node (an RDMA card,
-NVLink, a copy engine); or a bus that the ranks of a node share."""
+Mover = Literal["tcp", "dma"]
+"""The mover of a link's bytes: a core, through TCP; or a device of each rank or node (an RDMA card,
+NVLink, a copy engine)."""
 
 GOODPUT = 0.95
 """Share of a line's bits that is TCP payload: frames of 1538 bytes carry 1448."""
@@ -46,8 +46,6 @@ class Link:
     """Seconds of a processor to send and to receive one byte; 0 where a device does it."""
     burst: float = 0.0
     """Bytes that pass at once after a pause, as with a token bucket."""
-    shared: bool = False
-    """True if the ranks of a node share the link, like a PCIe root complex; only inside nodes."""
     receive: float = 0.0
     """Bytes per second that a node receives, if not `rate`."""
     loss: float = 0.0
@@ -85,10 +83,8 @@ class Link:
         """Return a preset ("10gbe", "nvlink", "wan"), or a link of a rate ("1gbit", "3GB/s").
 
         A rate in bits is that of the line, of which headers take 5 %; one in bytes is what
-        arrives. A prefix says what moves the bytes: "tcp:40gbit" a core, "dma:40gbit" a device,
-        "bus:22GB/s" a bus that the ranks of a node share and that every byte crosses twice, into
-        the memory of the host and out of it. TCP is taken to go on at the link's rate in spite of
-        losses, as bbr does.
+        arrives. A prefix says what moves the bytes: "tcp:40gbit" a core, "dma:40gbit" a device.
+        TCP is taken to go on at the link's rate in spite of losses, as bbr does.
 
         Args:
             text: what a node sends, and receives if that differs; then, in any order and each if
@@ -117,7 +113,7 @@ class Link:
         )
 
 
-LATENCIES: dict[str, float] = {"tcp": 50e-6, "dma": 5e-6, "bus": 5e-6}
+LATENCIES: dict[str, float] = {"tcp": 50e-6, "dma": 5e-6}
 """Seconds from a send to its arrival, for links of which only the rate is known."""
 
 
@@ -138,8 +134,6 @@ def _plain(text: str, latency: float | None, mover: Mover) -> Link:
         known = Link(text, rate * (GOODPUT if bits else 1.0), LATENCIES[kind])
         if kind == "tcp":
             known = _over_tcp(text, known.rate, known.latency)
-        elif kind == "bus":
-            known = replace(known, rate=known.rate / 2, shared=True)
     latency = known.latency if latency is None else latency
     return replace(known, latency=latency, far=latency >= FAR / 2)
 
@@ -155,8 +149,6 @@ LINKS: dict[str, Link] = {
     "25gbe": _over_tcp("25gbe", GOODPUT * 25e9 / 8, 20e-6),
     "100gbe": Link("100gbe", GOODPUT * 100e9 / 8, 10e-6),  # RDMA: the card moves the bytes
     "pcie4": Link("pcie4", 22e9, 5e-6),  # between GPUs with peer access
-    # GPUs without peer access: each byte goes up to the host and down, past all others.
-    "pcie4-bus": Link("pcie4-bus", 22e9 / 2, 5e-6, shared=True),
     "nvlink": Link("nvlink", 400e9, 3e-6),
     "shm": Link("shm", 8e9, 1e-6),
 }
@@ -249,8 +241,6 @@ class Cluster:
             )
         if not 0 < self.cores < math.inf:
             raise ValueError(f"{self.cores} cores: want a number above 0")
-        if self.inter.shared:
-            raise ValueError(f"{self.inter.name} is a bus inside a node: it cannot link nodes")
 
     @property
     def nodes(self) -> int:

@@ -91,8 +91,7 @@ def add_what(parser: argparse.ArgumentParser) -> None:
     add("--ranks", "-n", type=count, required=True, help="number of ranks")
     add("--ranks-per-node", "-l", type=count, default=1, help="default 1")
     add("--link", default="10gbe", help=LINK)
-    what = "inside a node, likewise; bus:22GB/s is a bus that all ranks of a node share (shm)"
-    add("--intra", default="shm", help=what)
+    add("--intra", default="shm", help="inside a node, likewise (shm)")
     what = "time of a step of one rank alone, without communication: 120ms"
     add("--compute", type=shown(_step_time), required=True, help=what)
     add("--bf16", action="store_true", help="gradients have 16 bits, and codecs win less")

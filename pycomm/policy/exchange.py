@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import json
-import socket
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,10 +102,3 @@ def device_of(group: dist.ProcessGroup) -> torch.device:
         if accelerator is not None:
             return torch.device(accelerator.type, torch.accelerator.current_device_index())
     return cpu
-
-
-def host() -> str:
-    """Return a text that processes of one host have in common, and those of others have not."""
-    # The boot id differs between hosts of one name, and is the same in all containers of a host.
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return boot.read_text().strip() if boot.exists() else socket.gethostname()

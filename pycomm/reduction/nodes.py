@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from pycomm import backend
 from pycomm.codecs.convert import convert
-from pycomm.policy.exchange import gather_json, host
+from pycomm.env import host
+from pycomm.policy.exchange import gather_json
 from pycomm.reduction import own_group, two_shot
 from pycomm.reduction.bucket import Bucket, BucketPiece
 from pycomm.reduction.coding import Run, chunks, rows_plan, whole

@@ -37,7 +37,6 @@ from pycomm.reduction.bucket import Bucket, BucketPiece
 from pycomm.reduction.factors import Factors, Matrix, errs_alike, is_divided, is_look
 from pycomm.reduction.nodes import Nodes, find_levels
 from pycomm.reduction.own_group import ExchangeThread
-from pycomm.reduction.refusals import refuse_unbiased
 from pycomm.reduction.side_stream import SideStream
 from pycomm.reduction.single_coding import SingleCoding
 from pycomm.reduction.step import Step, StepStatus
@@ -69,10 +68,7 @@ class BucketReducer:
             rule = Feedback.of(feedback)
             self._kind = rule.kind if rule else None
             options = (f"feedback={rule}", f"seed={seed}")
-            policy = Policy.of(codec)
-            if transform is not None:
-                refuse_unbiased(policy)
-            self.plan = Plan(policy, process_group, options=options)
+            self.plan = Plan(Policy.of(codec), process_group, options=options)
         self.residuals = Residuals(rule, process_group.size()) if rule else None
         self.seed = seed
         self.step = Step(0, StepStatus.COMMITTED)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from pycomm.codecs import short_text
-from pycomm.policy import Policy
-
 DDP, FSDP, HSDP = "DistributedDataParallel", "fully_shard", "HSDP"
 DEEPSPEED, MEGATRON = "DeepSpeed", "Megatron-Core"
 LOCAL_SGD, ALL = "LocalSGD", "all"
@@ -227,15 +224,3 @@ def refused(trainer: str, option: str, **fields: object) -> str:
 def stays_because(trainer: str) -> str:
     """Return why a trainer's states cannot go on with other members; "": they can."""
     return refused(trainer, MEMBERS) if MEMBERS in REFUSALS.get(trainer, {}) else ""
-
-
-def refuse_unbiased(policy: Policy) -> None:
-    """Check that a policy of a momentum names no unbiased codec.
-
-    Raises:
-        ValueError: it does.
-    """
-    for codec in policy.named():
-        if codec.unbiased:
-            remedy = "scale=mmse" if codec.name == "eden" else "another codec"
-            raise ValueError(refused(MOMENTA, UNBIASED, codec=short_text(codec), remedy=remedy))

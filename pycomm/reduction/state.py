@@ -26,7 +26,7 @@ from pycomm.reduction import members, paths
 from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.factors import names_in
 from pycomm.reduction.reducer import BucketReducer
-from pycomm.reduction.refusals import ALL, FSDP, HSDP, refuse_unbiased, refused, stays_because
+from pycomm.reduction.refusals import ALL, FSDP, HSDP, refused, stays_because
 from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
 from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
@@ -172,10 +172,7 @@ class CompressionState:
         of = Policy.of if self.transform is None else self.transform.policy_of
         try:
             with refused_together(self.process_group):
-                policy = of(codec)
-                if self.transform is not None:
-                    refuse_unbiased(policy)
-                self.plan.follow(policy, self.reducer.device)
+                self.plan.follow(of(codec), self.reducer.device)
         finally:
             self.reducer.forget_buckets()  # whose codecs may have changed even if ranks disagree
 

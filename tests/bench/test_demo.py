@@ -12,7 +12,7 @@ from pycomm.bench.common.harness import Origin
 from pycomm.bench.demo import DemoRun
 from pycomm.bench.figures import charts
 from pycomm.bench.figures.drawing import save
-from pycomm.bench.netlab import Paced
+from pycomm.bench.netlab import Lab
 
 TURNS = 8
 
@@ -78,7 +78,7 @@ def test_verdict_tells_equal_exact_runs_from_others():
 
 def test_the_picture_shows_the_table(tmp_path):
     done, table, png = three_runs(), tmp_path / "demo.csv", tmp_path / "loss.png"
-    made = demo.records(done, Paced(2, "200mbit"), demo.Config(), Origin.here("demo"))
+    made = demo.records(done, Lab(2, "200mbit"), demo.Config(), Origin.here("demo"))
     tables.append(table, made)
     rows = tables.read(table)
     assert (rows[2]["run"], rows[2]["rate"]) == ("pycomm, int4", "200mbit")

@@ -6,7 +6,7 @@ import pytest
 
 from pycomm.bench import peers as table
 from pycomm.bench.common import tables
-from pycomm.bench.lab.base import Paced
+from pycomm.bench.lab.base import Lab
 from pycomm.bench.lab.jobs import Failed
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.peers import PEERS
@@ -91,7 +91,7 @@ def test_a_failed_rank_is_a_row_with_its_error(monkeypatch):
 def test_a_system_trains_and_takes_steps(monkeypatch):
     """Both kinds of measurement, with ranks that share a machine and a small model."""
     monkeypatch.setattr(table, "CONFIG", Config(steps=20, layers=1, width=32))
-    monkeypatch.setattr(table, "lab_of", lambda ranks, rate: Paced(ranks, UNLIMITED))
+    monkeypatch.setattr(table, "lab_of", lambda ranks, rate: Lab(ranks, UNLIMITED))
     peer = BY_NAME["pycomm, LocalSGD int4"]
     trained = table.losses(peer)
     curve = tables.parse_curve(trained["curve"])

@@ -89,20 +89,6 @@ def test_sixteen_bits_travel_as_such_inside_nodes_too():
         assert half.seconds / full.seconds == pytest.approx(0.5, rel=0.01)
 
 
-def test_a_bus_carries_what_all_its_ranks_send():
-    size = Size(1 << 28, 4.0 * (1 << 28))
-    apart, shared = (
-        all_reduce(
-            cluster(8, ranks_per_node=8, intra=Link("x", 1e10, 1e-6, shared=bus)),
-            CODINGS["none"],
-            "two_shot",
-            size,
-        )
-        for bus in (False, True)
-    )
-    assert shared.wire == pytest.approx(8 * apart.wire)
-
-
 # ----------------------------------------------------------------------------------------- codecs
 # Tests that codecs do what a plan assumes of them.
 

@@ -15,10 +15,11 @@ from dataclasses import replace
 
 from pycomm import _C
 from pycomm.communicator import Communicator
+from pycomm.env import host
 from pycomm.plan.cluster import FAR, Link
 from pycomm.plan.probe import codecs
 from pycomm.plan.probe.ranks import PAUSE, Ranks, all_reduces
-from pycomm.plan.probe.result import ClusterProbe, machine_of_process, middle
+from pycomm.plan.probe.result import ClusterProbe, middle
 
 SECONDS = 2.2  # time for one level of links, in all turns
 TURNS = 3
@@ -65,7 +66,7 @@ def _turn(ranks: Ranks, buffers: Sequence[codecs.Buffers], effort: float) -> Clu
             levels[level], group = measure_link(ranks, level, int(rank != 0), memory, budget)
             pair = pair or group
         ranks.rest()
-    machines, cores = ranks.gather(machine_of_process()), len(os.sched_getaffinity(0))
+    machines, cores = ranks.gather(host()), len(os.sched_getaffinity(0))
     before = machines[:rank].count(machines[rank])
     busy = before < max(2, cores)  # further ranks would only wait for a core
     measured = [codecs.measure(ranks, b, effort / TURNS, busy=busy) for b in buffers]

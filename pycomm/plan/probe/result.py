@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -112,11 +111,3 @@ def _middle(records: Sequence[Any]) -> Any:
     if isinstance(first, tuple):
         return tuple(_middle(parts) for parts in zip(*records, strict=True))
     return statistics.median(records) if isinstance(first, float) else first
-
-
-def machine_of_process() -> str:
-    """Return an identity equal for a machine's processes, in any container or namespace."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return platform.node()

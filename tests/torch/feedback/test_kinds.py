@@ -162,7 +162,7 @@ def test_another_layout_reads_the_last_residual(rule, rows, owner):
         residual.use(layout, 2)
         for row in range(rows):
             assert residual.stored_worker(row).tolist() == [step - 1] * 10
-            residual.fresh_worker(row).fill_(step)
+            residual.stored("worker", residual.sides[1], row, 0, 10).fill_(step)
         residual.commit(step)
 
 
@@ -170,7 +170,7 @@ def test_a_residual_without_owner_moves_into_the_gradient():
     """If nodes code the sums of their ranks, another layout may give a value to another rank."""
     residual = feedback.Residual(Feedback.of("decay:0.5"), 4, CPU, owner=False)
     residual.use("here", 2, torch.zeros(4))
-    residual.fresh_worker().copy_(torch.arange(4.0))
+    residual.stored("worker", residual.sides[1], 0, 0, 4).copy_(torch.arange(4.0))
     residual.commit(1)
     gradient = torch.ones(4)
     residual.use("elsewhere", 2, gradient)

@@ -113,7 +113,8 @@ class Followed(ABC):
         for i, (e, _) in enumerate(self.kept):
             for place, part in enumerate(self.part(bucket, i)):
                 p = part.float() + storage.load(e.stored_worker(place), e.numel)
-                storage.store(p - (p / 2).to(part.dtype).float(), e.fresh_worker(place))
+                fresh = e.stored("worker", e.sides[1], place, 0, e.numel)
+                storage.store(p - (p / 2).to(part.dtype).float(), fresh)
         return bucket[self.shard if len(bucket) > 1 else 0] / 2
 
     @abstractmethod
@@ -231,9 +232,9 @@ class ByDefinition(Followed):
         mean = self.code(bucket)
         for i, (moment, (e, o)) in enumerate(zip(self.all, self.kept, strict=True)):
             for place, (shard, values) in enumerate(shards[i].items()):
-                residuals = e.stored_worker(place), e.fresh_worker(place)
+                residuals = (e.stored("worker", side, place, 0, e.numel) for side in e.sides)
                 sent = moment.sent(values, *residuals, shard, divides=divides)
-                storage.store(sent.reshape(-1), o.fresh_worker(place))
+                storage.store(sent.reshape(-1), o.stored("worker", o.sides[1], place, 0, o.numel))
             own = self.part(mean[None], i).view(self.padded[i], moment.columns)
             moment.land(own, unit, divides)
         return mean
