@@ -81,19 +81,13 @@ class FeedbackStorage:
     __members__: ClassVar[dict[str, FeedbackStorage]]
 
 class Codec:
+    name: str  # to be read only, like the next five
+    spec: str
+    combine: Literal["recode", "gather"]
+    wire_version: int
+    granule: int
+    variable: bool
     def __init__(self, spec: str) -> None: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def spec(self) -> str: ...
-    @property
-    def combine(self) -> Literal["recode", "gather"]: ...
-    @property
-    def wire_version(self) -> int: ...
-    @property
-    def granule(self) -> int: ...
-    @property
-    def variable(self) -> bool: ...
     def encoded_bytes(self, numel: int) -> int: ...
     def scratch_bytes(self, numel: int) -> int: ...
     def encode(
@@ -127,14 +121,10 @@ def cuda_built() -> bool: ...
 
 # One launch on cuda: blocks of CUDA_THREADS threads, with one struct as the argument.
 class Launch:
-    @property
-    def source(self) -> str: ...  # "quant": csrc/codecs/quant.cu
-    @property
-    def kernel(self) -> str: ...  # C++ name as seen from pycomm::codecs, with template arguments
-    @property
-    def blocks(self) -> int: ...
-    @property
-    def params(self) -> bytes: ...  # the Batch of csrc/codecs/base/batch.h
+    source: str  # "quant": csrc/codecs/quant.cu; to be read only, like the next three
+    kernel: str  # C++ name as seen from pycomm::codecs, with template arguments
+    blocks: int
+    params: bytes  # the Batch of csrc/codecs/base/batch.h
 
 # Calls a function; returns its result and the launches on cuda, none of which is started.
 def recorded(call: Callable[..., Any], *args: Any) -> tuple[Any, list[Launch]]: ...

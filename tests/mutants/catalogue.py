@@ -192,7 +192,7 @@ MUTANTS = (
     Mutant(
         "residual-not-written",
         "csrc/codecs/base/feedback.cpp::encode",
-        "if (feedback.error) store(feedback.storage, {new_residual, n}, feedback.error.fresh);",
+        "if (residual) store(feedback.storage, {fresh, n}, feedback.error.fresh);",
         "",
         "torch/reduction/test_two_shot.py::test_every_kind_of_feedback_likewise",
     ),

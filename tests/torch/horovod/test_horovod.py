@@ -348,7 +348,7 @@ def two_layers(frozen: bool = False, **options: Any) -> tuple[nn.Module, Any]:
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("codec", "frozen"),
-    [("fp32", False), ("int4", False), ("powersgd:rank=1", False), ("fp32", True)],
+    [("fp32", False), ("int4", False), ("fp32", True)],
 )
 def test_different_trained_parameters_are_told(rank, size, codec, frozen):
     """Of a layer that was frozen, no rank has entered the parameters before."""
