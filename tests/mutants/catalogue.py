@@ -264,10 +264,10 @@ MUTANTS = (
     ),
     # --------------------------------------------------------------- bounds, and what ranks compare
     Mutant(
-        "zeros-of-the-last-block-not-packed",
-        "csrc/codecs/quant.cpp::Writer::zero",
-        "codes.at(lo), 0, n);\n    codes.written(lo + n);",
-        "codes.at(lo), 0, n);",
+        "codes-of-the-last-blocks-not-packed",
+        "csrc/codecs/base/loops.h::encode_blocks",
+        "(end % kMaxBlock != 0 && end != numel)",
+        "end % kMaxBlock != 0",
         "codecs/test_contract.py::test_same_bytes[int4:block=32-native-cpu]",
     ),
     Mutant(

@@ -645,5 +645,5 @@ def test_states_of_other_models_and_options_are_refused(rank, size):
         pycomm.LocalSGD(
             network(), every=4, exchange=Streamed(2, overlap=2), momentum=0.0
         ).load_state_dict(saved)
-    with pytest.raises(ValueError, match="has version 1, not 2: load it with the pycomm that"):
+    with pytest.raises(ValueError, match="has version 1, not 3: load it with the pycomm that"):
         pycomm.LocalSGD(network(), every=4).load_state_dict({**saved, "version": 1})
