@@ -22,7 +22,7 @@ from pycomm.reduction.own_group import ExchangeThread
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.refusals import DDP
 from pycomm.reduction.state import CompressionState
-from pycomm.reduction.step import StepStatus
+from pycomm.reduction.step import JOINED, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
 
 Future = torch.futures.Future[torch.Tensor]
@@ -204,10 +204,11 @@ class DDPHooks:
         """Average a DDP bucket over the group; see `compress_hook`."""
         reducer = self.reducer
         if bucket.index() == 0:
-            state.begin_step(absent=torch._C._current_graph_task_id() == -1)
+            state.begin_step(backward=torch._C._current_graph_task_id())
             self._order = []
             self._saved_buckets = self._take_loaded()
-            if reducer.step.absent and not self._settles and (model := self._looks_for_unused()):
+            joined = reducer.step.backward == JOINED
+            if joined and not self._settles and (model := self._looks_for_unused()):
                 self._settles = model.register_forward_pre_hook(_settle_joined, prepend=True)
         parameters = bucket.parameters()
         for parameter in parameters:
@@ -226,7 +227,7 @@ class DDPHooks:
         if bucket.is_last():
             state.end_step()
             self._saved_buckets = None
-            if not reducer.step.absent and self._looks_for_unused() is not None:
+            if reducer.step.backward != JOINED and self._looks_for_unused() is not None:
                 # Queued twice: DDP queues the callback that ends the backward after this one, and
                 # the look must come after that.
                 queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -276,7 +277,7 @@ class DDPHooks:
         """See `Adapter`. Where this rank had no backward, it looks now."""
         # A joined rank had no backward, and the others have shared their map of used parameters by
         # now. Inside a backward the reducer already holds the lock that this would take.
-        if self.reducer.step.absent and torch._C._current_graph_task_id() == -1:
+        if self.reducer.step.backward == torch._C._current_graph_task_id() == JOINED:
             self._look_for_unused()
         return self.reducer.step.unused
 
@@ -320,7 +321,7 @@ class DDPHooks:
 def _settle_joined(model: DistributedDataParallel, *_: Any) -> None:
     """Settle the last step in which Join shadowed this rank, before the rank's own backward."""
     for _hook, state in model._comm_hooks:
-        if isinstance(state, CompressionState) and state.reducer.step.absent:
+        if isinstance(state, CompressionState) and state.reducer.step.backward == JOINED:
             state.settle()
 
 

@@ -220,7 +220,7 @@ class LocalSGD:
             adapter=Adapter(LOCAL_SGD),
         )
         """Codecs and feedback: `residual_norms()`."""
-        self.state.reducer.averages_senders = average == "senders"
+        self.state.reducer.average = average
         self.rounds = 0
         """Outer gradients that were applied, or skipped because they were not finite; those of each
         fragment count."""

@@ -79,8 +79,8 @@ class BucketReducer:
         optimizer, which says what its methods do; None: nothing does. Its coarse payloads are
         gathered, or answered without a residual (see `pycomm.reduction.single_coding`), and its
         matrices have no factors."""
-        self.averages_senders = False
-        """A value of a sparse payload is averaged over the ranks that have sent it."""
+        self.average = "ranks"
+        """"senders": a value of a sparse payload is averaged over the ranks that have sent it."""
         self.weights: list[float] | None = None
         """Of each rank, what its contribution to this step is multiplied by; None: by 1."""
         self.by_name: dict[str, torch.Tensor] = {}
@@ -270,7 +270,7 @@ class BucketReducer:
             self.settle_deferred()
             probe = self.plan.probe(tensor, bucket.pieces, self._residual_of)
         senders = None
-        if self.averages_senders and bucket.gathers:
+        if self.average == "senders" and bucket.gathers:
             # A rank of weight 0 may still send a part of its residual, which was weighted earlier.
             weights = self.weights or [1.0] * self.process_group.size()
             senders = [weight or 1.0 for weight in weights]
@@ -494,9 +494,9 @@ class BucketReducer:
                 decisions = [replace(decision, codec=EXACT) for decision in decisions]
             numbers = [self.numbers[name] for name in names]
             native = backend.find(self.process_group) if device.type == "cpu" else None
-            alone = self.averages_senders or self.layout.rows > 1  # each rank sends for itself
+            alone = self.average == "senders" or self.layout.rows > 1  # each rank sends for itself
             owned = native if native and not alone else None
-            nodes = self.nodes if native is None and not self.averages_senders else None
+            nodes = self.nodes if native is None and self.average == "ranks" else None
             bucket = Bucket(
                 decisions,
                 numbers,
@@ -568,7 +568,7 @@ class BucketReducer:
         levels: Sequence[int] = self.nodes.levels if self.nodes else ()
         if self.device.type == "cpu" and not self.nodes and self._kind != "momentum":
             native = backend.find(self.process_group)
-            levels = native.levels if native and not self.averages_senders else ()
+            levels = native.levels if native and self.average == "ranks" else ()
         alone = self.layout.rows > 1 or self.transform is not None
         return 1 if alone else min(Counter(levels).values(), default=1)
 

@@ -14,6 +14,9 @@ from typing import Any
 
 from pycomm.reduction.bucket import BucketPiece
 
+JOINED = -1
+"""In place of the number of a backward: this rank has no data in a step, and Join shadows it."""
+
 
 class StepStatus(Enum):
     """Where a step is; from one status only later ones follow."""
@@ -36,7 +39,7 @@ class Step:
     Args:
         number: its number, from 1; 0: none was taken yet.
         status: where it is.
-        absent: this rank has no data in it: Join shadows the rank.
+        backward: number of the backward in which it began, where a trainer has to know it; JOINED.
         parameters: number of parameters that the state had when it began.
     """
 
@@ -45,18 +48,16 @@ class Step:
         number: int,
         status: StepStatus = StepStatus.OPEN,
         *,
-        absent: bool = False,
+        backward: int | None = None,
         parameters: int = 0,
     ) -> None:
         self.number, self.status = number, status
-        self.absent, self.parameters = absent, parameters
+        self.backward, self.parameters = backward, parameters
         self.busy_until = ""
         """What a user calls before the residuals can be read: buckets are on the way that backward
         does not wait for; "": none are."""
-        self.backward: int | None = None
-        """Number of the backward to which it belongs, where a trainer has to know it."""
         self.entered: set[Any] = set()
-        """What has begun to be reduced in it, likewise."""
+        """What has begun to be reduced in it, where a trainer has to know it."""
         self.checks: list[Callable[[], bool]] = []
         """Wait for a result each, and return whether it is finite."""
         self.pieces: dict[str, BucketPiece] = {}
