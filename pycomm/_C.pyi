@@ -25,10 +25,8 @@ class DType:
     complex64: ClassVar[DType]
     complex128: ClassVar[DType]
     __members__: ClassVar[dict[str, DType]]
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
+    name: str  # to be read only
+    value: int  # to be read only
 
 class ReduceOp:
     sum: ClassVar[ReduceOp]
@@ -41,10 +39,8 @@ class ReduceOp:
     bor: ClassVar[ReduceOp]
     bxor: ClassVar[ReduceOp]
     __members__: ClassVar[dict[str, ReduceOp]]
-    @property
-    def name(self) -> str: ...
-    @property
-    def value(self) -> int: ...
+    name: str  # to be read only
+    value: int  # to be read only
 
 def size_of(dtype: DType) -> int: ...
 def reduce(
@@ -156,8 +152,7 @@ class Moments:
         own: tuple[int, int, int],
         /,
     ) -> None: ...
-    @property
-    def scratch_floats(self) -> int: ...
+    scratch_floats: int  # to be read only
     def code(
         self, bucket: tuple[Any, ...], turns: Sequence[Any], encodes: bool, where: int, /
     ) -> None: ...
@@ -197,8 +192,7 @@ class Store:
 
 class StoreEndpoint:
     def __init__(self, address: str, options: GroupOptions) -> None: ...
-    @property
-    def handle(self) -> str: ...
+    handle: str  # to be read only
     def lend(self, number: int) -> Store: ...
 
 def tls_version(file: str = "") -> str: ...
@@ -250,8 +244,7 @@ class Pieces:
         worker_spans: Sequence[tuple[int, int]] = ...,
         owner_spans: Sequence[tuple[int, int]] = ...,
     ) -> None: ...
-    @property
-    def numel(self) -> int: ...
+    numel: int  # to be read only
     def __len__(self) -> int: ...
 
 class CodedBucket(Pieces):
@@ -265,10 +258,8 @@ class CodedBucket(Pieces):
         scatters: _bool = True,
         gathers: _bool = True,
     ) -> None: ...
-    @property
-    def memory_bytes(self) -> int: ...
-    @property
-    def room_behind(self) -> int: ...
+    memory_bytes: int  # to be read only
+    room_behind: int  # to be read only
     def scratch_bytes(self, dtype: DType) -> int: ...
     def run(
         self,

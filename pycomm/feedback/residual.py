@@ -1,6 +1,6 @@
 """The residual of one parameter on one rank.
 
-There are two per parameter. The worker residual is the error of this rank's contribution; the owner
+There are two per parameter, and with the kind momentum a momentum. The worker residual is the error of this rank's contribution; the owner
 residual is the error of the result that this rank sent back for the values that it owns
 (Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", section 4; for both sides Tang et al.
 2019, "DoubleSqueeze", algorithm 1).

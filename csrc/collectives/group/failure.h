@@ -4,9 +4,9 @@
 // When a rank dies in the middle of an operation:
 //   1. Transports notice it: on its host that its process has ended (FailureDetector of
 //      transports/shm), elsewhere that a rank of that host says so, or that its port refuses
-//      connections (Connector::retry, Control::refused of transports/tcp/connect). They throw
-//      PeerLost, which lost() and error_of() make (core/notice.h), with the rank, its address, and
-//      how it is known.
+//      connections (transports/tcp/connect: Connector::retry gives up, Control::refused marks it,
+//      and Control::check throws). PeerLost is made by lost() and error_of() (core/notice.h), with
+//      the rank, its address, and how it is known.
 //   2. Over channels ChannelMesh::check() lets an operation go on that needs nothing more of the
 //      dead rank; over shared memory Window asks the FailureDetector itself.
 //   3. Communicator::Impl::run() catches the error; its over() calls end(), which asks all ranks
