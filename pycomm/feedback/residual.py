@@ -1,9 +1,9 @@
 """The residual of one parameter on one rank.
 
-There are two per parameter, and with the kind momentum a momentum. The worker residual is the error of this rank's contribution; the owner
-residual is the error of the result that this rank sent back for the values that it owns
-(Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", section 4; for both sides Tang et al.
-2019, "DoubleSqueeze", algorithm 1).
+There are two per parameter, and a momentum with feedback of that kind. The worker residual is the
+error of this rank's contribution; the owner residual is the error of the result that this rank sent
+back for the values that it owns (Karimireddy et al. 2019, "Error Feedback Fixes SignSGD", section
+4; for both sides Tang et al. 2019, "DoubleSqueeze", algorithm 1).
 
 Each is a pair of buffers: a step reads one side and writes the other. `commit` makes the written
 side the current one; without it the step has no effect, as is right for a step that overflowed.
