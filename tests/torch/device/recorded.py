@@ -16,6 +16,7 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from types import FrameType, SimpleNamespace
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ import pycomm
 from pycomm import _C
 from pycomm.codecs import convert, implementations
 from pycomm.codecs.cuda.launches import Launch
+from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
 from pycomm.reduction import paths, side_stream
 from pycomm.reduction.state import CompressionState
@@ -137,10 +139,13 @@ class Profile:
 def go_back() -> None:
     """Put back what the engine has left behind since November 2026.
 
-    Each parameter had launches of its own, and reductions ran on the caller's stream.
+    Each parameter had launches of its own, reductions ran on the caller's stream, and residuals
+    had two bytes a value: here four.
     """
     paths.KERNELS.__dict__["codecs"] = ()
     side_stream.new_stream = torch.accelerator.current_stream
+    kept = Feedback.kept
+    Feedback.kept = lambda *args: replace(kept(*args), storage="float32")  # type: ignore[method-assign]
 
 
 def main(

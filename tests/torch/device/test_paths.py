@@ -66,7 +66,7 @@ def test_the_doctor_tells_the_path_on_a_gpu(rank, ranks, way):
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "sign", "topk:0.01", "bf16"])
 def test_default_options_take_kernels_among_peers(fakes, codec):
-    got, want = with_the_bits_of_the_host(fakes, "peers", check_ddp, codec)
+    got, want = with_the_bits_of_the_host(fakes, "peers", check_ddp, codec, MATRICES)
     for _, residuals, lines, chosen in got:
         large = "torch.float32" if codec.startswith("topk") else "torch.uint8"
         assert residuals["large"][0] == large
