@@ -13,12 +13,13 @@ import sys
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
-from pycomm import _C
+from pycomm import _C, stores
 from pycomm.communicator import Communicator, Piece, Store, built
 from pycomm.env import env
 from pycomm.errors import Error, Timeout
@@ -124,6 +125,23 @@ def test_from_env_joins_the_group_of_torchrun(tmp_path, monkeypatch):
     finally:
         monkeypatch.undo()
         env.cache_clear()
+
+
+def test_an_address_of_before_in_the_store_of_torchrun_is_looked_up_again(monkeypatch):
+    # A change of members keeps the restart count, and so the key.
+    monkeypatch.setattr(stores, "_LOOK", 0.2)
+    agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    options = _C.CommunicatorOptions()
+    agent.set("key", _C.StoreEndpoint("", options).handle)  # it is gone
+
+    def at(rank):
+        return stores._of_torchrun(("127.0.0.1", agent.port), "key", 0, rank, options)
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(at, 1)
+        time.sleep(0.5)
+        at(0).set("word", "new")
+        assert other.result(20).get("word", 5.0) == b"new"
 
 
 JOIN = """

@@ -96,6 +96,8 @@ def test_trips_are_counted():
         assert lab.trips() == 10
         lab.mark()
         assert lab.trips() == 0
+        # In another session the lab's idle processes hold it up for seconds (sched_autogroup).
+        assert os.getsid(lab._link.pid) == os.getsid(0)
 
 
 @pytest.mark.parametrize(

@@ -280,6 +280,15 @@ def test_the_thread_ends_after_the_last_group():
         assert not thread.is_alive()
 
 
+def test_a_group_that_is_made_again_is_monitored_once():
+    ours = StragglerMonitor(86400, lambda line: None)
+    first, second = (MonitoredGroup("again", 0, (0, 1), print, print) for _ in range(2))
+    ours.join(first)
+    ours.join(second)
+    ours.close()
+    assert [group is second for group in ours._groups] == [True]
+
+
 def test_what_goes_on_is_said_every_60_comparisons():
     said, now = [], 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pycomm
 from pycomm import monitor
 from pycomm.codecs import codec
+from pycomm.hooks.ddp import SavedBuckets
 from pycomm.policy import PROTECT, Guard, Parameter, Plan, Policy, Rule
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.step import StepStatus
@@ -455,6 +457,19 @@ def test_states_are_stateful_and_keep_their_residuals(rank, size, kind, tmp_path
     _, fourth = build(kind)
     fourth.load_checkpoint(folder)
     assert same(state, fourth)
+
+
+@on_ranks(2, **PATIENT)
+def test_a_step_by_saved_buckets_that_fails_is_rolled_back(rank, size):
+    model, before = build("ddp")
+    train(model, rank)
+    model, state = build("ddp")
+    state.load_state_dict(before.state_dict())
+    failing = mock.patch.object(SavedBuckets, "reduce", side_effect=pycomm.Error("it failed"))
+    with failing, pytest.raises(pycomm.Error, match="it failed"):
+        train(model, rank)
+    state.settle()  # not "a step is under way"
+    assert state.reducer.step.status is StepStatus.ROLLED_BACK
 
 
 @on_ranks(2, **PATIENT)

@@ -20,6 +20,7 @@ import pycomm
 from pycomm import log, takeover
 from pycomm.backend import find
 from pycomm.communicator import Communicator
+from pycomm.env import REMOVED
 from pycomm.errors import WireMismatch
 from pycomm.log import ABOUT, logger, tell
 from pycomm.policy import agreement
@@ -130,14 +131,21 @@ def test_a_level_that_is_none_is_refused(monkeypatch):
         log.begin(0, "", ())
 
 
-def test_a_misspelt_variable_is_named_once(monkeypatch, caplog):
-    for name in ("PYCOMM_SOKETS", "PYCOMM_TEST_X", "PYCOMM_CUDA", "PYCOMM_SOCKETS"):
+@pytest.mark.parametrize(
+    ("unread", "advice"),
+    [
+        ("SOKETS", "did you mean PYCOMM_SOCKETS? Else unset it"),
+        # The nearest name says something else: a folder, or the secret itself.
+        *((name, f"it was removed: {instead}") for name, instead in REMOVED.items()),
+    ],
+)
+def test_a_variable_that_nothing_reads_is_named_once(monkeypatch, caplog, unread, advice):
+    for name in (f"PYCOMM_{unread}", "PYCOMM_TEST_X", "PYCOMM_CUDA", "PYCOMM_SOCKETS"):
         monkeypatch.setenv(name, "3")
-    chosen = "group", "tcp", "shm"
-    log.begin(0, "", chosen)
-    log.begin(0, "", chosen)
+    for _ in range(2):
+        log.begin(0, "", ("group", "tcp", "shm"))
     (said,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert said == ("nothing reads PYCOMM_SOKETS: did you mean PYCOMM_SOCKETS? Else unset it")
+    assert said == f"nothing reads PYCOMM_{unread}: {advice}"
 
 
 # --------------------------------------------------------------------- options that are ignored
