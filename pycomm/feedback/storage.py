@@ -1,8 +1,8 @@
 """Storage of residuals: float32, or int8 with a scale for each block of 32 values.
 
 Stored values are tensors whose dtype is the format: float32 [numel], or uint8 [blocks, 36], where a
-block is a float32 scale followed by its codes. The bits are those of `load`
-and `store` in csrc/codecs/base/feedback.cpp.
+block is a float32 scale followed by its codes. The bits are those of `load` and `store` in
+csrc/codecs/base/feedback.cpp.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PAGES = 1 << 17  # bytes from which zeros are mapped from the kernel
 
 
 def name_of(stored: torch.Tensor) -> StorageName:
-    """Return the storage of stored values; float32 for the bfloat16 of earlier versions."""
+    """Return the storage of stored values."""
     return "int8" if stored.dtype == torch.uint8 else "float32"
 
 

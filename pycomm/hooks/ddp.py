@@ -204,10 +204,10 @@ class DDPHooks:
         """Average a DDP bucket over the group; see `compress_hook`."""
         reducer = self.reducer
         if bucket.index() == 0:
-            state.begin_step(backward=torch._C._current_graph_task_id())
+            joined = torch._C._current_graph_task_id() == -1
+            state.begin_step(backward=JOINED if joined else None)
             self._order = []
             self._saved_buckets = self._take_loaded()
-            joined = reducer.step.backward == JOINED
             if joined and not self._settles and (model := self._looks_for_unused()):
                 self._settles = model.register_forward_pre_hook(_settle_joined, prepend=True)
         parameters = bucket.parameters()
@@ -277,7 +277,8 @@ class DDPHooks:
         """See `Adapter`. Where this rank had no backward, it looks now."""
         # A joined rank had no backward, and the others have shared their map of used parameters by
         # now. Inside a backward the reducer already holds the lock that this would take.
-        if self.reducer.step.backward == torch._C._current_graph_task_id() == JOINED:
+        joined = self.reducer.step.backward == JOINED
+        if joined and torch._C._current_graph_task_id() == -1:
             self._look_for_unused()
         return self.reducer.step.unused
 

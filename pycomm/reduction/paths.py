@@ -54,7 +54,7 @@ def _peers(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> st
 
 def _batched(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str:
     ways = {piece.codec.name: piece.codec.implementation("cpu") for piece in bucket.pieces}
-    other = [name for name, way in ways.items() if not isinstance(way, Native)]
+    other = sorted(name for name, way in ways.items() if not isinstance(way, Native))
     if other:
         return f"{', '.join(other)} is coded by another implementation"
     if not isinstance(select("convert", "cpu"), Native):
@@ -65,7 +65,7 @@ def _batched(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> 
 def _kernels(bucket: Bucket, group: dist.ProcessGroup, device: torch.device) -> str:
     codecs = {piece.codec.name: piece.codec for piece in bucket.pieces}
     ways = {name: codec.implementation(device.type) for name, codec in codecs.items()}
-    other = [name for name, way in ways.items() if not isinstance(way, Native)]
+    other = sorted(name for name, way in ways.items() if not isinstance(way, Native))
     if other:
         return f"{', '.join(other)} on {device.type} is coded by another implementation"
     if len({type(way) for way in ways.values()}) > 1:

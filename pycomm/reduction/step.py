@@ -14,8 +14,8 @@ from typing import Any
 
 from pycomm.reduction.bucket import BucketPiece
 
-JOINED = -1
-"""In place of the number of a backward: this rank has no data in a step, and Join shadows it."""
+JOINED = -2  # which is no number of a backward; autograd has -1 outside of any
+"""In place of that number: this rank has no data in a step, and Join shadows it."""
 
 
 class StepStatus(Enum):

@@ -74,7 +74,8 @@ void launch(const char* kernel, Storage storage, const Params& params, Stream st
                  codecs::stored::kRows * cuda::kRow, stream);
 }
 
-void encode_cuda(const Codec& codec, const Feedback& feedback, EncodeArgs args) {
+// For a codec whose kernels do not take this stored form.
+void encode_stored(const Codec& codec, const Feedback& feedback, EncodeArgs args) {
   const size_t bytes = scratch_bytes(codec, feedback, args.in.size);
   const uint8_t* const old = args.residual.old;
   uint8_t* const fresh = args.residual.fresh;
@@ -173,7 +174,7 @@ void encode(const Codec& codec, const Feedback& feedback, EncodeArgs args, Scrat
   if (on_gpu) {
     if (!has_kernels(feedback.kind))
       throw Error("feedback: momentum has no kernels on a GPU; exchange payloads instead");
-    return encode_cuda(codec, feedback, args);
+    return encode_stored(codec, feedback, args);
   }
   const size_t n = args.in.size;
   float *residual = nullptr, *fresh = nullptr, *u = nullptr;

@@ -173,9 +173,10 @@ def test_failed_work_says_how(rank, size):
     x = torch.ones(3 + rank)
     work = dist.all_reduce(x, async_op=True)
     for wait in (work.wait, work.wait, work.get_future().wait):
-        with pytest.raises(pycomm.WireMismatch, match=r"(?s)rank 0 .*rank 1 ") as caught:
+        with pytest.raises(pycomm.WireMismatch) as caught:
             wait()
-        assert all(f"(sum of {numel} float32)" in str(caught.value) for numel in (3, 4))
+        calls = [f"rank {n} calls all_reduce #1 (sum of {3 + n} float32)" for n in (0, 1)]
+        assert all(call in str(caught.value) for call in calls)  # in any order
     assert not work.is_success()
     with pytest.raises(pycomm.Error):  # the group has failed, and the error says why
         dist.all_reduce(torch.ones(1))

@@ -28,34 +28,30 @@ from tests.torch.harness import Chosen, bucket_of, compressed_on, equal, gradien
 from tests.torch.pool import Pool
 
 # On both sides of the size from which a residual is kept in int8.
-SHAPES = {"large": (LARGE,), "small": (LARGE - 1,), "bias": (50,)}
+MATRICES = {"large": (LARGE // 256, 256), "small": (255, 257), "bias": (50,)}
 
 
 # ------------------------------------------------------------------ default options
 
 
-def check_ddp(
-    rank: int, ranks: int, device: str, codec: str, shapes: Any = SHAPES, nodes: Any = None
-) -> Any:
-    with heard(logging.INFO) as log:
-        model = nn.parallel.DistributedDataParallel(Chosen(shapes).to(device))
+def check_ddp(rank: int, ranks: int, device: str, codec: str, nodes: Any = None) -> Any:
+    with heard(logging.INFO) as log, launched() as kernels:
+        model = nn.parallel.DistributedDataParallel(Chosen(MATRICES).to(device))
         state = compressed_on(nodes, model, codec)
         results = []
         for step in range(3):
-            given = gradients(rank, step, shapes=shapes)
+            given = gradients(rank, step, shapes=MATRICES)
             result = reduced(model, {name: g.to(device) for name, g in given.items()})
             results.append({name: g.cpu() for name, g in result.items()})
         state.settle()
     residuals = {
         name: (str(residual.worker[0].dtype), residual.current("worker").cpu())
-        for name in shapes
-        if state.residuals is not None and name in state.residuals
-        for residual in [state.residuals[name]]
-        if residual.worker is not None
+        for name in MATRICES
+        if name in state.residuals and (residual := state.residuals[name]).worker is not None
     }
     lines = [line for line in log if line.startswith("all_reduce of the bucket")]
     chosen = [line for line in state.summary().splitlines() if line.startswith("path of")]
-    return results, residuals, lines, chosen
+    return results, residuals, lines, chosen, kernels
 
 
 @on_fakes()
@@ -66,21 +62,16 @@ def test_the_doctor_tells_the_path_on_a_gpu(rank, ranks, way):
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "sign", "topk:0.01", "bf16"])
 def test_default_options_take_kernels_among_peers(fakes, codec):
-    got, want = with_the_bits_of_the_host(fakes, "peers", check_ddp, codec, MATRICES)
-    for _, residuals, lines, chosen in got:
+    got, want = with_the_bits_of_the_host(fakes, "peers", check_ddp, codec)
+    for _, residuals, lines, chosen, _ in got:
         large = "torch.float32" if codec.startswith("topk") else "torch.uint8"
-        assert residuals["large"][0] == large
-        assert residuals["small"][0] == "torch.float32"
+        assert (residuals["large"][0], residuals["small"][0]) == (large, "torch.float32")
         assert chosen
         assert all("values: peers (coded by kernels" in line for line in chosen)
         assert all("values: peers" in line for line in lines)
-    assert got[0][2]  # the first rank has told it,
-    assert len(set(got[0][2])) == len(got[0][2])  # once for each bucket
+    assert 0 < len(set(got[0][2])) == len(got[0][2])  # the first rank tells it, once for each
     assert not got[1][2]
     assert all("values: core (" in line for line in want[0][3])
-
-
-MATRICES = {"large": (LARGE // 256, 256), "small": (255, 257), "bias": (50,)}
 
 
 def with_the_bits_of_the_host(
@@ -93,12 +84,6 @@ def with_the_bits_of_the_host(
         assert equal(results, also)
         assert equal(residuals, kept_there)
     return [got, want]
-
-
-def check_matrices(rank: int, ranks: int, device: str, codec: str, nodes: Any = None) -> Any:
-    """Return what `check_ddp` does for matrices, which default options code, and the launches."""
-    with launched() as kernels:
-        return *check_ddp(rank, ranks, device, codec, MATRICES, nodes), kernels
 
 
 def check_factors(rank: int, ranks: int, device: str, codec: str) -> Any:
@@ -129,7 +114,7 @@ def test_devices_have_the_factors_of_the_cpu(fakes, codec, way):
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "sign", "eden2", "nvfp4", "topk:0.01", "bf16"])
 def test_default_options_take_kernels_on_any_carrier(fakes, codec):
-    got, _ = with_the_bits_of_the_host(fakes, "kernels", check_matrices, codec)
+    got, _ = with_the_bits_of_the_host(fakes, "kernels", check_ddp, codec)
     for *_, chosen, kernels in got:
         assert chosen
         for line in chosen:
@@ -158,17 +143,17 @@ def test_a_launch_takes_all_parameters_of_a_bucket(fakes, codec, most):
 
 
 def test_default_options_by_way_of_the_host_say_why(fakes):
-    *_, chosen = run(fakes, "held", check_ddp, FAKE, "int8")[0]
+    *_, chosen, _ = run(fakes, "held", check_ddp, FAKE, "int8")[0]
     assert chosen
     for line in chosen:
         assert "values: payloads (coded one run at a time" in line
         assert "; not peers: this pycomm has no kernels for fakegpu:0" in line
-        assert line.endswith("; kernels: cast on fakegpu is coded by another implementation")
+        assert line.endswith("; kernels: cast, quant on fakegpu is coded by another implementation")
 
 
 def test_another_backend_is_the_reason(fakes):
     for group in ("cpu:gloo,fakegpu:pycomm", "gloo"):
-        *_, chosen = run(fakes, "held", check_ddp, "cpu", "int8", group=group)[0]
+        *_, chosen, _ = run(fakes, "held", check_ddp, "cpu", "int8", group=group)[0]
         assert chosen
         for line in chosen:
             assert "values: batched (coded in C++" in line
@@ -299,7 +284,7 @@ def test_a_group_of_one_rank_has_no_peers(rank, ranks):
 
 @pytest.mark.parametrize("codec", ["int4", "sign", "topk:0.01"])
 def test_devices_reduce_by_nodes_with_the_bits_of_the_host(fakes, codec):
-    how = "kernels", check_matrices, codec, [0, 0, 1, 1]
+    how = "kernels", check_ddp, codec, [0, 0, 1, 1]
     got, _ = with_the_bits_of_the_host(fakes, *how, host="gloo", ranks=4)
     for *_, chosen, kernels in got:
         assert all("values: kernels (" in line for line in chosen)
