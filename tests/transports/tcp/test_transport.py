@@ -493,40 +493,100 @@ def test_connections_that_are_made_again_count_from_zero():
     assert offered[-1] == 2 * RATE
 
 
-SHORT, FAR = 400, 200  # milliseconds: an operation sends for less than two round trips
+SHORT, FAR, BUFFER = 400, 200, 60  # milliseconds
 
 
-def operations(*each):
+def operations(*each, length=SHORT, wanted=1.2):
     """Return what each look found: what the sockets may send together, and how many are in use.
 
-    The path carries `RATE`. In a pause the peer acknowledges what was under way, and nobody looks.
+    The path carries `RATE`. What is more waits for up to `BUFFER`. In a pause the peer acknowledges
+    what was under way, and nobody looks.
 
     Args:
         each: operations: the pause before it, in milliseconds, and the share that is repeated.
+        length: milliseconds in which each has bytes to send.
+        wanted: what the sockets send without a limit, in parts of `RATE`.
     """
     flow, seen = _test.Flow(), []
-    now, delivered, sent = 1000, 0, 0
+    now, delivered, sent, limit = 1000, 0, 0, 0.0
     for pause, again in each:
         now += pause
         delivered = sent
         flow.begin(now)
-        for ms in range(0, SHORT + 2 * FAR, 20):
-            busy = ms < SHORT
-            sent += int(0.02 * RATE * 1.2) if busy else 0
-            delivered += int(0.02 * RATE) if FAR <= ms < SHORT + FAR else 0
+        begun = sent
+        for ms in range(0, length + 2 * FAR, 10):
+            busy = ms < length
+            rate = min(limit or wanted * RATE, wanted * RATE)
+            sent += int(0.01 * rate) if busy else 0
+            waits = min((sent - begun) / RATE * 1e3 - min(ms + 10, length), BUFFER)
+            left = sent - delivered
+            delivered += min(int(0.01 * RATE), left) if ms >= FAR else 0
             unsent = 1 << 20 if busy else 0
-            seen.append(flow.look(now + ms, FAR, delivered, unsent, sent, int(again * sent)))
-        now += SHORT + 2 * FAR
+            repeated = int(again * sent)
+            look = flow.look(now + ms, FAR, delivered, unsent, sent, repeated, int(max(waits, 0)))
+            limit = look[0]
+            seen.append(look)
+        now += length + 2 * FAR
     return seen
 
 
 def test_operations_that_end_within_two_round_trips_show_an_overflow():
     """Such as the shots of a coded all-reduce: no window has bytes to send from end to end."""
     limits = [limit for limit, _ in operations(*[(0, 0.2)] * 3)]
-    assert 0.85 * RATE < max(limits) <= RATE
+    assert 0.95 * RATE < max(limits) < 1.01 * RATE
+
+
+@pytest.mark.parametrize("length", [80, SHORT])
+def test_a_queue_sets_the_limit_before_it_overflows(length):
+    """Also of operations shorter than a window, whose mean rate says nothing of the path."""
+    limits = [limit for limit, _ in operations(*[(0, 0)] * 30, length=length, wanted=2)]
+    first = next(limit for limit in limits if limit > 0)
+    assert 0.9 * RATE < first <= 1.05 * RATE
+    assert max(limits) < 1.5 * RATE
+    assert limits[-1] > 0.9 * RATE
 
 
 def test_what_arrives_in_a_pause_is_no_rate():
     limits = [limit for limit, _ in operations(*[(3000, 0.2)] * 8)]
-    assert 0.85 * RATE < max(limits) <= RATE
+    assert 0.95 * RATE < max(limits) < 1.01 * RATE
     assert {used for _, used in operations(*[(3000, 0)] * 8)} == {4}
+
+
+def test_others_in_the_queue_do_not_keep_the_limit_low():
+    """They leave us a quarter in a slow start, and all after 20 windows, but the queue stays."""
+    limit, sent, seen = _test.RateLimit(), 0, []
+    for window in range(160):
+        share = RATE / 4 if window < 20 else RATE
+        rate = min(limit.bytes_per_second or RATE / 64 * 1.5**window, share)
+        sent += int(rate * WINDOW)
+        limit.update(rate, sent, 0, queued=True)
+        seen.append(limit.bytes_per_second)
+    assert next(each for each in seen if each > 0) >= RATE / 4
+    assert seen[20] < RATE / 2
+    assert seen[-1] > 0.9 * RATE
+
+
+def test_acknowledgements_that_come_together_do_not_raise_the_limit():
+    limit, sent, repeated = _test.RateLimit(), 0, 0
+    for rate, again in ((1, 0), (1.6, 0), (1, 0), (1, 0.2), (1, 0.2), (1, 0.2)):
+        sent += int(rate * RATE * WINDOW)
+        repeated += int(again * RATE * WINDOW)
+        limit.update(rate * RATE, sent, repeated)
+    assert 0.9 * RATE < limit.bytes_per_second <= RATE
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        [(1000, 5_000), (200, 20_000)],  # a slow start, whose windows carry little at first
+        [(2000, 240_000), (600, 500), (600, 240_000)],  # bbr sends nothing to see the round trip
+    ],
+)
+def test_windows_that_carry_little_leave_all_sockets_in_use(phases):
+    flow, ms, delivered, used = _test.Flow(), 1000, 0, set()
+    flow.begin(ms)
+    for length, each in phases:
+        for _ in range(0, length, 10):
+            ms, delivered = ms + 10, delivered + each
+            used.add(flow.look(ms, FAR, delivered, 1 << 20, delivered + 1000, 0, 0)[1])
+    assert used == {4}
