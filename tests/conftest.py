@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from tests.extent import without_the_rest
-from tests.interpreter import make_faster
 from tests.torch.interpreter import SHARED, start_server, with_entry_point
 from tests.torch.pool import Pool
 
@@ -124,10 +123,6 @@ def pytest_collection_finish() -> None:
     # Half a million objects of torch stay to the end: no garbage collection needs to visit them.
     gc.freeze()
     gc.enable()
-
-
-def pytest_runtest_setup() -> None:
-    make_faster()
 
 
 def file_of(nodeid: str) -> str:
