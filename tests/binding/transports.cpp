@@ -223,14 +223,12 @@ void bind_transports(py::module_& m) {
       .def(py::init())
       .def_property_readonly("bytes_per_second", &tcp::RateLimit::bytes_per_second)
       .def("update", &tcp::RateLimit::update, py::arg("rate"), py::arg("sent"), py::arg("repeated"),
-           py::arg("known") = true, py::arg("queued") = false);
+           py::arg("queued") = false);
 
   // Times are in milliseconds; returns what the sockets may send together, in bytes per second, and
   // how many are in use.
   py::class_<tcp::Flow>(m, "Flow")
       .def(py::init())
-      .def("begin", [](tcp::Flow& flow,
-                       int64_t ms) { flow.begin(tcp::Flow::Clock::time_point(Milliseconds(ms))); })
       .def("look", [](tcp::Flow& flow, int64_t ms, int64_t round_trip, uint64_t delivered,
                       uint64_t unsent, uint64_t sent, uint64_t repeated, int64_t waits) {
         constexpr size_t kSockets = 4;

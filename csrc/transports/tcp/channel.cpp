@@ -110,7 +110,6 @@ uint64_t TcpChannel::send(const OpTag& tag, Span<const uint8_t> data) {
   message.tag_hash = tag.hash();
   message.data = data;
   std::lock_guard<std::mutex> lock(poller_.mutex());
-  if (outgoing_.empty()) flow_.begin(Flow::Clock::now());
   outgoing_.push_back(message);
   const uint64_t ticket = sent_ + outgoing_.size();
   if (sockets_.empty() && !opening_ && !connected()) {

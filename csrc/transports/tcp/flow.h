@@ -31,11 +31,10 @@ namespace pycomm::tcp {
 /// there is no limit for a long time.
 class RateLimit {
  public:
-  /// A window has ended. `rate` bytes per second were acknowledged in it, at least that if it is
-  /// not `known`; `sent` and `repeated` are the bytes that have left since the connections were
-  /// made, and those of them that had left before. `queued`: they have waited on their way.
-  void update(double rate, uint64_t sent, uint64_t repeated, bool known = true,
-              bool queued = false) {
+  /// A window has ended. `rate` bytes per second were acknowledged in it; `sent` and `repeated` are
+  /// the bytes that have left since the connections were made, and those of them that had left
+  /// before. `queued`: they have waited on their way.
+  void update(double rate, uint64_t sent, uint64_t repeated, bool queued) {
     if (sent < sent_ || repeated < repeated_) {  // a connection was made again
       sent_ = sent;
       repeated_ = repeated;
@@ -44,7 +43,7 @@ class RateLimit {
     // A rate that still grows is that of a slow start.
     const bool grows = rate >= kGrowth * best();
     rates_[windows_++ % kRates] = rate;
-    if (known && queued && !grows && limit_ == 0 && pause_ == 0 && sent >= kEnoughBytes) {
+    if (queued && !grows && limit_ == 0 && pause_ == 0 && sent >= kEnoughBytes) {
       limit_ = *std::max_element(rates_.begin(), rates_.end());
       step_ = kEarlyStep;
       pause_ = kOnTheWay;
@@ -61,7 +60,7 @@ class RateLimit {
       if (++calm_ >= kCalm) tries_ = 0;
       if (calm_ >= kLately) lossy_ = 0;
       if (limit_ > 0 && rate >= kInUse * limit_) raise(queued);
-    } else if (known && (limit_ > 0 || (!grows && ++lossy_ == kFirst))) {
+    } else if (limit_ > 0 || (!grows && ++lossy_ == kFirst)) {
       lower(rate);
     } else {
       calm_ = 0;
@@ -143,79 +142,51 @@ class Flow {
     return limit_.bytes_per_second() / static_cast<double>(sockets(most));
   }
 
-  /// There are bytes to send, and were none.
-  void begin(Clock::time_point now) {
-    was_idle_ = true;
-    if (now - looked_ < kPause) return;
-    begun_ = since_ = now;
-    full_ = false;
-    delivered_ = std::numeric_limits<uint64_t>::max();  // by now: not known
-  }
-
   /// True if update() has something to do.
   bool is_due(Clock::time_point now) const { return now - looked_ >= kLook; }
 
-  /// Takes a look at all sockets. A window in which they had bytes to send all the time, or in
-  /// which acknowledgements came look by look, says how fast the path is, one in which they had
-  /// some how fast at least; none does from before the first acknowledgements.
+  /// Takes a look at all sockets. A window in which acknowledgements came look by look says how
+  /// fast the path is; how many sockets that is worth, only if there were bytes to send all the
+  /// time.
   void update(Clock::time_point now, const SocketUse& use) {
+    looked_ = now;
     follow_arrivals(now, use.delivered);
     queued_ |= use.round_trip_us > kQueued * use.least_round_trip_us + kJitterMicroseconds;
-    if (now - since_ < kWindow) return;
-    const double round_trip = use.least_round_trip_us * 1e-6;
-    if (seconds(now - begun_) < kFirst * round_trip) return;
-    const double took = seconds(now - since_);
-    const bool is_full = use.unsent > 0, some = full_ || is_full;
-    if (took < round_trip && some) return;  // goes on
-    // A connection that was made again counts from 0.
-    const bool counts = some && took < kStale && use.delivered >= delivered_;
-    const bool whole = full_ && is_full && !was_idle_, arrives = arriving_ >= kSeen;
-    const double rate = arrives  ? static_cast<double>(arrived_) / arriving_
-                        : counts ? static_cast<double>(use.delivered - delivered_) / took
-                                 : 0;
-    if (rate > 0) limit_.update(rate, use.sent, use.repeated, whole || arrives, queued_);
-    if (rate > 0 && whole && use.delivered >= kSlowStart) {
+    pauses_ |= use.unsent == 0;
+    const double round_trip = use.least_round_trip_us * 1e-6, took = seconds(now - since_);
+    if (took < std::max(kWindow, round_trip)) return;
+    const double rate = arriving_ >= kSeen ? arrived_ / arriving_ : 0;
+    if (rate > 0) limit_.update(rate, use.sent, use.repeated, queued_);
+    if (rate > 0 && !pauses_ && use.delivered >= kSlowStart) {
       if (rate_ > 0 && rate < kGrowth * rate_) {
-        in_use_ = worth(std::max(rate, limit_.best()), round_trip);
+        const double in_flight = std::max(rate, limit_.best()) * round_trip;
+        in_use_ = static_cast<size_t>(std::ceil(in_flight / kPerSocket));
       }
       rate_ = rate;
     }
     since_ = now;
-    delivered_ = use.delivered;
-    full_ = is_full;
-    was_idle_ = queued_ = false;
-    arriving_ = 0;
-    arrived_ = 0;
-  }
-
-  /// Returns the number of sockets for a rate (bytes per second) and a round trip (seconds).
-  static size_t worth(double rate, double round_trip) {
-    return static_cast<size_t>(std::ceil(rate * round_trip / kPerSocket)) + (rate == 0);
+    queued_ = pauses_ = false;
+    arriving_ = arrived_ = 0;
   }
 
  private:
-  static constexpr auto kWindow = std::chrono::milliseconds(100);
-  static constexpr auto kLook = kWindow / 10, kPause = 2 * kWindow;  // from one look to the next
-  static constexpr double kFirst = 1.1;  // round trips until what is sent is acknowledged
-  static constexpr double kStale = 2, kGrowth = 1.25;
-  static constexpr double kPerSocket = 64 << 10;  // bytes in flight
-  // Seconds: from one look to the next at most, and looks in a row that show a rate.
-  static constexpr double kNear = 0.03, kSeen = 0.03;
+  static constexpr auto kLook = std::chrono::milliseconds(10);  // from one to the next at least
+  static constexpr double kPerSocket = 64 << 10;                // bytes in flight
+  // Seconds: of a window; between acknowledgements that belong together, and all of those that show
+  // a rate.
+  static constexpr double kWindow = 0.1, kNear = 0.03, kSeen = 0.03;
+  static constexpr double kGrowth = 1.25;
   static constexpr uint64_t kSlowStart = 1 << 20;  // bytes until a rate may be that of the path
   // A round trip that takes this much longer than the least one, and this much time, has a queue.
   static constexpr double kQueued = 1.25, kJitterMicroseconds = 5000;
 
-  // Adds what was acknowledged from one look to the next, if it was also before: at the ends of a
-  // pause, a part of the time between two looks brings nothing.
   void follow_arrivals(Clock::time_point now, uint64_t delivered) {
-    const double took = seconds(now - std::exchange(looked_, now));
-    const uint64_t before = std::exchange(seen_, delivered);
-    const bool arrives = delivered > before && took <= kNear;
-    if (arrives && arrives_) {
-      arriving_ += took;
-      arrived_ += delivered - before;
-    }
-    arrives_ = arrives;
+    const uint64_t before = std::exchange(delivered_, delivered);
+    if (delivered <= before) return;  // or a connection was made again, which counts from 0
+    const double since = seconds(now - std::exchange(arrival_, now));
+    if (since > kNear) return;  // in a part of this time there was a pause
+    arriving_ += since;
+    arrived_ += static_cast<double>(delivered - before);
   }
 
   static double seconds(Clock::duration time) {
@@ -223,16 +194,12 @@ class Flow {
   }
 
   size_t in_use_ = std::numeric_limits<size_t>::max();
-  Clock::time_point begun_, since_, looked_;
+  Clock::time_point looked_, since_, arrival_;
   uint64_t delivered_ = 0;
-  bool full_ = false;      // when the window began
-  bool was_idle_ = false;  // since then, like what follows
-  bool queued_ = false;
-  double arriving_ = 0;                                   // seconds in which acknowledgements came
-  uint64_t arrived_ = 0;                                  // bytes of them
-  uint64_t seen_ = std::numeric_limits<uint64_t>::max();  // delivered at the last look
-  bool arrives_ = false;                                  // something had come then
-  double rate_ = 0;                                       // of the last whole window
+  // Of the window:
+  bool queued_ = false, pauses_ = false;  // at some look there was nothing to send
+  double arriving_ = 0, arrived_ = 0;     // seconds in which acknowledgements came, and their bytes
+  double rate_ = 0;                       // of the last whole window
   RateLimit limit_;
 };
 

@@ -512,7 +512,6 @@ def operations(*each, length=SHORT, wanted=1.2):
     for pause, again in each:
         now += pause
         delivered = sent
-        flow.begin(now)
         begun = sent
         for ms in range(0, length + 2 * FAR, 10):
             busy = ms < length
@@ -539,7 +538,7 @@ def test_operations_that_end_within_two_round_trips_show_an_overflow():
 @pytest.mark.parametrize("length", [80, SHORT])
 def test_a_queue_sets_the_limit_before_it_overflows(length):
     """Also of operations shorter than a window, whose mean rate says nothing of the path."""
-    limits = [limit for limit, _ in operations(*[(0, 0)] * 30, length=length, wanted=2)]
+    limits = [limit for limit, _ in operations(*[(100, 0)] * 30, length=length, wanted=2)]
     first = next(limit for limit in limits if limit > 0)
     assert 0.9 * RATE < first <= 1.05 * RATE
     assert max(limits) < 1.5 * RATE
@@ -578,15 +577,15 @@ def test_acknowledgements_that_come_together_do_not_raise_the_limit():
 @pytest.mark.parametrize(
     "phases",
     [
-        [(1000, 5_000), (200, 20_000)],  # a slow start, whose windows carry little at first
-        [(2000, 240_000), (600, 500), (600, 240_000)],  # bbr sends nothing to see the round trip
+        [(1000, 5_000, 1), (200, 20_000, 1)],  # a slow start, whose windows carry little at first
+        [(2000, 240_000, 1), (600, 500, 1), (600, 240_000, 1)],  # bbr waits to see the round trip
+        [(4000, 5_000, 0)],  # short messages
     ],
 )
 def test_windows_that_carry_little_leave_all_sockets_in_use(phases):
     flow, ms, delivered, used = _test.Flow(), 1000, 0, set()
-    flow.begin(ms)
-    for length, each in phases:
+    for length, each, unsent in phases:
         for _ in range(0, length, 10):
             ms, delivered = ms + 10, delivered + each
-            used.add(flow.look(ms, FAR, delivered, 1 << 20, delivered + 1000, 0, 0)[1])
+            used.add(flow.look(ms, FAR, delivered, unsent, delivered + 1000, 0, 0)[1])
     assert used == {4}
