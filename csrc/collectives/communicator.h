@@ -7,7 +7,6 @@
 #pragma once
 #include <cstdint>
 #include <exception>
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>

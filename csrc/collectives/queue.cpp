@@ -2,7 +2,6 @@
 // caller that holds them.
 #include "collectives/queue.h"
 
-#include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -13,6 +12,7 @@
 
 #include "core/fork_guard.h"
 #include "core/interrupt.h"
+#include "core/thread.h"
 
 namespace pycomm {
 
@@ -26,9 +26,10 @@ class Queue::Impl : public std::enable_shared_from_this<Impl> {
     {
       std::lock_guard<std::mutex> lock(mutex_);  // taken before the number: the deque is in order
       if (!thread_.joinable()) {                 // first: there may be no more threads
-        thread_ = std::thread([self = shared_from_this()] { self->serve(); });
+        thread_ = start_thread("queue:", [self = shared_from_this()] { self->serve(); });
       }
-      waiting_.push_back({next_.fetch_add(1), std::move(op)});
+      waiting_.push_back({0, std::move(op)});
+      waiting_.back().number = next_.fetch_add(1);  // last: no number may be without an operation
     }
     changed_.notify_all();
   }

@@ -193,9 +193,10 @@ double parse_rate(const std::string& text) {
                                     {"MB", 1e6},       {"GB", 1e9}};
   std::string_view rest = text;
   double number = 0;
-  if (take_decimal(rest, number) && number > 0 && std::isfinite(number)) {
+  if (take_decimal(rest, number)) {
     for (const Unit& unit : kUnits) {
-      if (rest == unit.word) return number * unit.bytes_per_second;
+      const double rate = number * unit.bytes_per_second;
+      if (rest == unit.word && rate > 0 && std::isfinite(rate)) return rate;
     }
   }
   throw Error("cannot read the rate \"" + text +

@@ -3,8 +3,8 @@
 //
 // Branch-free integer and float operations are used, so plain loops over them vectorise, with the
 // same bits at every level. Rounding is to nearest, ties to even. Values that are too large become
-// Inf, or in e4m3fn, which has none, the largest number, as torch and NVIDIA's instruction cast it;
-// the *_saturating forms give the largest number in all formats. NaN stays NaN and keeps its sign.
+// Inf, or in e4m3fn, which has none, the largest number, as torch and NVIDIA's instruction cast it.
+// NaN stays NaN and keeps its sign.
 #pragma once
 #ifndef __CUDACC_RTC__
 #include <cstring>
@@ -85,11 +85,7 @@ struct SmallFloat {
     return bits_float(bits | (code & (kMagnitude + 1)) << kSignShift);
   }
 
-  PYCOMM_HD static uint32_t encode(float x) { return encode_with(x, kOverflow); }
-  PYCOMM_HD static uint32_t encode_saturating(float x) { return encode_with(x, kLargest); }
-
- private:
-  PYCOMM_HD static uint32_t encode_with(float x, uint32_t overflow) {
+  PYCOMM_HD static uint32_t encode(float x) {
     const uint32_t bits = float_bits(x);
     const uint32_t magnitude = bits & 0x7fffffffu;
     const uint32_t subnormal = float_bits(bits_float(magnitude) + bits_float(kRound)) - kRound;
@@ -99,7 +95,7 @@ struct SmallFloat {
                             kShift;
     uint32_t code = magnitude < kSmallestNormal ? subnormal : normal;
     // Below kLimit a number may still round up to it.
-    code = magnitude >= kLimit || code > kLargest ? overflow : code;
+    code = magnitude >= kLimit || code > kLargest ? kOverflow : code;
     code = magnitude > 0x7f800000u ? kNan : code;
     return code | (bits >> 31) << (kExponent + kMantissa);
   }
@@ -119,10 +115,6 @@ struct BFloat16 {
     const uint32_t bits = float_bits(x);
     const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1)) >> 16;
     return (bits & 0x7fffffffu) > 0x7f800000u ? bits >> 16 | 0x40u : rounded;
-  }
-  PYCOMM_HD static uint32_t encode_saturating(float x) {
-    const uint32_t code = encode(x);
-    return (code & 0x7fffu) == 0x7f80u ? code - 1 : code;
   }
 };
 

@@ -2,10 +2,8 @@
 // be left behind, and only processes of the same running kernel and network namespace can connect
 // to it, as long as its process lives. It passes open files on to such processes.
 #pragma once
-#include <cstdint>
 #include <functional>
 #include <string>
-#include <vector>
 
 #include "core/deadline.h"
 #include "transports/fd.h"

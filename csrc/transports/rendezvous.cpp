@@ -22,9 +22,6 @@ constexpr int kPauses = 8;
 // A store whose answer takes this long is on another host, and not on the next one.
 constexpr auto kFarStore = std::chrono::milliseconds(1);
 
-// The time limit of a poll that is the last one.
-constexpr Milliseconds kAllTheTime = std::chrono::hours(1);
-
 // Separators of the values that travel with another: "value RS topic US value RS topic US value".
 // Values may be any bytes (handles of memory are), so these bytes are escaped in them.
 constexpr char kNext = '\x1e', kIs = '\x1f', kEscape = '\x1d';
@@ -144,8 +141,10 @@ std::map<int, std::string> parse_joint_value(const Rendezvous& rendezvous, const
     if (!size || *size > joint.size() - at || *rank >= static_cast<size_t>(rendezvous.size)) {
       throw Error("rank " + std::to_string(rendezvous.rank) + ": the values of all ranks (" +
                   topic + " of group \"" + rendezvous.group +
-                  "\") hold in the store what no rank publishes; let nobody else reach the store, "
-                  "and set PYCOMM_SECRET");
+                  "\") hold in the store what no rank publishes in a group of " +
+                  std::to_string(rendezvous.size) +
+                  "; give all ranks the same world size, let nobody else reach the store, and set "
+                  "PYCOMM_SECRET");
     }
     if (!values.emplace(static_cast<int>(*rank), joint.substr(at, *size)).second) {
       throw Error(
@@ -308,7 +307,8 @@ std::vector<std::string> all_gather_values(const Rendezvous& rendezvous, const s
       (*values)[i] = opened(rendezvous, topic, ranks[i], (*values)[i]);
     }
   } else {
-    const auto known = published_values(rendezvous, topic, ranks, ranks, kAllTheTime);
+    const Milliseconds all_the_time = std::chrono::hours(1);  // this poll is the last one
+    const auto known = published_values(rendezvous, topic, ranks, ranks, all_the_time);
     std::vector<int> missing;
     for (const int rank : ranks) {
       if (known.count(rank) == 0) missing.push_back(rank);

@@ -2,7 +2,6 @@
 
 #include <sys/random.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <map>
 #include <mutex>
@@ -21,15 +20,6 @@ constexpr size_t kProofBytes = 2 * sizeof(Digest);
 constexpr char kSalt[] = "pycomm secret 1";
 // What random characters cannot be guessed, whatever a guess costs.
 constexpr size_t kLongEnough = 16;
-
-std::string derive(const std::string& secret) {
-  if (secret.size() < kLongEnough) {
-    warn_once("the secret has " + std::to_string(secret.size()) +
-              " bytes, and who sees a proof of it can try all of that length; set PYCOMM_SECRET to "
-              "16 random bytes or more, such as the output of: openssl rand -base64 24");
-  }
-  return openssl::scrypt(secret, kSalt);
-}
 
 }  // namespace
 
@@ -57,12 +47,17 @@ std::string random_secret() {
 
 std::string key_of_secret(const std::string& secret) {
   if (secret.empty()) return "";
+  if (secret.size() < kLongEnough) {  // before the lock: to log it, a thread waits for Python's
+    warn_once("the secret has " + std::to_string(secret.size()) +
+              " bytes, and who sees a proof of it can try all of that length; set PYCOMM_SECRET to "
+              "16 random bytes or more, such as the output of: openssl rand -base64 24");
+  }
   // Never destroyed: threads may need it while the process exits.
   static auto* const mutex = new std::mutex;
   static auto* const keys = new std::map<std::string, std::string>;
   const std::lock_guard<std::mutex> lock(*mutex);
   std::string& key = (*keys)[secret];
-  if (key.empty()) key = derive(secret);
+  if (key.empty()) key = openssl::scrypt(secret, kSalt);
   return key;
 }
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from functools import reduce
 from operator import add
 
 import numpy as np
 import pytest
 
-from pycomm.errors import Error, WireMismatch
+from pycomm.errors import Error, Timeout, WireMismatch
 from tests.collectives.test_algorithms import (
     CALLS,
     check_left,
@@ -167,6 +169,30 @@ def test_a_rank_that_leaves_ends_the_call_everywhere(call, lost):
 @pytest.mark.parametrize("call", CALLS)
 def test_a_missing_rank_ends_the_call_everywhere(call):
     check_missing(call, 3, 4, **options("2+2"))
+
+
+@pytest.mark.parametrize("numel", [10, 100_000])
+def test_the_time_of_a_call_counts_from_its_begin(numel):
+    """However long the ranks of a node wait for each other before they wait for another node."""
+    called, over = threading.Event(), threading.Event()
+
+    def job(c):
+        c.barrier()
+        if c.rank > 0:
+            assert called.wait(10)
+        if c.rank == 1:
+            time.sleep(1.5)
+        if c.rank > 1:
+            over.wait(3.0)
+        called.set()
+        try:
+            c.all_reduce(np.ones(numel, np.float32), timeout=2.0)
+        finally:
+            over.set()
+
+    for outcome in attempt(4, job, **options("2+2")):
+        assert isinstance(outcome, Timeout), outcome
+        assert "within the timeout of 2000 ms" in str(outcome)
 
 
 @pytest.mark.parametrize("differs", range(4))

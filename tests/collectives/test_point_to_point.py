@@ -15,7 +15,7 @@ import pytest
 
 from pycomm import _C, _test
 from pycomm.communicator import Communicator, Store
-from pycomm.errors import Error, Timeout, WireMismatch
+from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
 from tests.collectives.ways import WAYS, floats
 from tests.extent import each_value
 from tests.ranks import OPTIONS, attempt, join, run
@@ -115,22 +115,31 @@ def test_receiver_keeps_little_of_what_nobody_receives(way, count, numel):
 
 @everywhere
 def test_messages_that_were_received_make_room_for_others(way):
-    """Each wave is more than a receiver keeps, and none of it is received before all is sent."""
-    count, numel = 80, 4000
+    """Each wave is more than a receiver keeps, and none of it is received before all is sent.
+
+    Its last messages, a short and a long one, have a tag and receives that are posted before.
+    """
+    count, numel, last = 80, 4000, (100, 100_003)
 
     def job(c):
         for wave in range(3):
+            outs = [np.empty(n, np.float32) for n in last]
             if c.rank == 0:
                 requests = [c.send(floats(wave + i % 7, numel), 1, tag=i) for i in range(count)]
                 c.barrier()
-                for request in requests:
-                    request.wait()
-                continue
+                requests += [c.send(floats(wave, n), 1, tag=count) for n in last]
+            else:
+                requests = [c.recv(out, 0, tag=count) for out in outs]
+                c.barrier()
             c.barrier()
-            for i in reversed(range(count)):
+            for i in reversed(range(count if c.rank == 1 else 0)):
                 out = np.empty(numel, np.float32)
                 c.recv(out, 0, tag=i).wait()
                 assert np.array_equal(out, floats(wave + i % 7, numel))
+            for request in requests:
+                request.wait()
+            for out in outs if c.rank == 1 else []:
+                assert np.array_equal(out, floats(wave, out.size))
 
     run(2, job, **WAYS[way])
 
@@ -273,11 +282,29 @@ def test_a_timeout_names_the_missing_message():
     def job(c):
         if c.rank == 1:
             c.barrier(timeout=1)
-        c.recv(np.empty(2, np.float32), 1, tag=9).wait(timeout=0.1)
+        try:
+            c.recv(np.empty(2, np.float32), 1, tag=9).wait(timeout=0.1)
+        finally:
+            assert c.trace()["records"][-1]["state"] == "failed"
 
     errors = attempt(2, job)
     assert all(isinstance(error, Timeout) for error in errors)
     assert "rank 0: recv of 8 bytes from rank 1 (tag 9)" in str(errors[0])
+
+
+@everywhere
+def test_a_receive_from_any_rank_that_is_posted_after_all_have_left(way):
+    def job(c):
+        c.barrier()
+        if c.rank == 1:
+            return
+        noticed = c.recv(np.empty(1), 1, tag=1)
+        while not noticed.done():
+            time.sleep(0.001)
+        with pytest.raises(PeerLost, match=r"rank 1 .*left"):
+            c.recv(np.empty(1), tag=2).wait(5)
+
+    run(2, job, **WAYS[way])
 
 
 def test_ranks_that_do_not_exist_are_refused():

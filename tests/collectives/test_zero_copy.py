@@ -19,7 +19,6 @@ from pycomm import _C, _test
 from pycomm.errors import Error, PeerLost
 from tests.collectives.ways import (
     RANKS,
-    bits,
     calls,
     check_everything,
     floats,
@@ -61,22 +60,6 @@ def test_every_collective_between_processes(ranks):
         return all(check_everything(c, results, who) for who in WHO.values())
 
     assert all(run_processes(ranks, everything))
-
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("op", ["sum", "avg"])
-def test_in_place_has_the_bits_of_other_ways(ranks, op):
-    def sums(c, place=lambda c, x: x):
-        results = []
-        for n in SIZES:
-            x = place(c, floats(c.rank, n))
-            c.all_reduce(x, op)
-            results.append(bits(x))
-        return results
-
-    in_place, plain = zip(*run(ranks, lambda c: (sums(c, shared), sums(c))), strict=True)
-    assert in_place == plain
-    assert [*plain] == run(ranks, sums, algo="direct")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3", "int64", "bool", "complex128"])
@@ -211,8 +194,6 @@ def test_a_heap_that_is_full_says_so():
     def job(c):
         with pytest.raises(Error, match=r"the shared heap of this rank is full: .* bytes wanted"):
             c.allocate(1 << 40, "uint8")
-        with pytest.raises(Error, match=r"rank \d: no memory holds \d+ elements"):
-            c.allocate(1 << 62)
 
     run(2, job)
 
@@ -328,7 +309,7 @@ def everything(c, who=lambda rank: False):
     sums = []
     for n in READ_SIZES:
         for op in ("sum", "avg", "max"):
-            x = floats(c.rank, n)
+            x = shared(c, floats(c.rank, n)) if who(c.rank) else floats(c.rank, n)
             c.all_reduce(x, op)
             sums.append(digest(x))
         for dtype in ("uint8", "float64", "int64"):
@@ -369,11 +350,11 @@ def test_ranks_on_one_core_wait_for_sums():
 
 
 @each_value
-@pytest.mark.parametrize("who", ["one", "all but one"])
+@pytest.mark.parametrize("who", ["one", "all but one", "all"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_same_bits_where_some_lie_in_heaps(ranks, who):
     def mixed(c):
-        return everything(c, lambda rank: (rank == 1) == (who == "one"))
+        return everything(c, lambda rank: who == "all" or (rank == 1) == (who == "one"))
 
     staged = through_staging(ranks)
     assert run_processes(ranks, mixed) == staged

@@ -67,6 +67,7 @@ def test_every_variable_is_read():
         ("PYCOMM_ALGO", "rings", "auto, flat, direct"),
         ("PYCOMM_LINK", "fast", "200mbit"),
         ("PYCOMM_LINK", "50mbit/", "20mbit/50mbit"),
+        ("PYCOMM_LINK", "/20mbit", "20mbit/50mbit"),
         ("PYCOMM_SOCKETS", "0", "from 1 to 16"),
         ("PYCOMM_SOCKETS", "2x", "from 1 to 16"),
         ("PYCOMM_PORTS", "29700-29600", "29600-29700"),
@@ -158,7 +159,7 @@ def test_two_rates_describe_a_link_and_pace_nothing(text, sent, received, paced)
     assert _test.parse_link_rate(text) == (sent, received, paced)
 
 
-@pytest.mark.parametrize("text", ["", "mbit", "-1mbit", "0", "nan", "inf", "1 gbit", "1mb"])
+@pytest.mark.parametrize("text", ["", "mbit", "-1mbit", "0", "nan", "1e308gbit", "1 gbit", "1mb"])
 def test_bad_rates_are_refused(text):
     with pytest.raises(Error, match="cannot read the rate"):
         _test.parse_rate(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import math
 import resource
@@ -9,6 +10,7 @@ import signal
 import tempfile
 import threading
 import time
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -80,16 +82,11 @@ def test_abort_unblocks_everybody(way, wait, by):
     assert ended[0] - stopped[0] < BOUND
 
 
-def test_abort_unblocks_a_rank_that_is_alone():
+def test_abort_unblocks_a_rank_that_is_alone_and_may_be_repeated():
     with Communicator(Store.local(), 0, 1) as c:
-        threading.Timer(0.05, c.abort, ("the user pressed stop",)).start()
-        with pytest.raises(Error, match="the user pressed stop"):
+        threading.Timer(0.05, c.abort, ("first",)).start()
+        with pytest.raises(Error, match="first"):
             c.recv(np.ones(10), 0).wait(10)
-
-
-def test_abort_twice_and_after_an_error_is_harmless():
-    with Communicator(Store.local(), 0, 1) as c:
-        c.abort("first")
         c.abort("second")
         for _ in range(2):
             with pytest.raises(Error, match="first"):
@@ -170,6 +167,46 @@ def test_a_store_on_a_full_disk_says_so_and_leaves_nothing(tmp_path):
     assert list(tmp_path.rglob("*.*")) == []
     store.set("key", "a long value")
     assert store.get("key", timeout=1) == b"a long value"
+
+
+# ------------------------------------------------------------------------------------------ threads
+# A process that is allowed no more threads.
+
+
+@contextmanager
+def without_threads():
+    """Let no thread start but Python's: its stack would be larger than the address space."""
+    libc, size = ctypes.CDLL(None), threading.stack_size(1 << 20)
+    before, attributes = (ctypes.create_string_buffer(64) for _ in range(2))
+    for each in (before, attributes):
+        assert libc.pthread_getattr_default_np(each) == 0
+    libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(1 << 47))
+    assert libc.pthread_setattr_default_np(attributes) == 0
+    try:
+        yield
+    finally:
+        assert libc.pthread_setattr_default_np(before) == 0
+        threading.stack_size(size)
+
+
+STARTS = {
+    "rank 0 cannot": lambda c: c.recv(np.empty(1), 0),
+    "tcp: rank . cannot": lambda c: run(2, lambda c: None, transport="tcp"),
+    "endpoint: this process cannot": lambda c: _C.StoreEndpoint("", _C.CommunicatorOptions()),
+    "queue: cannot": lambda c: _test.Queue().submit(int),
+}
+
+
+@pytest.mark.parametrize("says", STARTS)
+def test_without_threads_a_call_says_so_and_leaves_nothing_posted(says):
+    with Communicator(Store.local(), 0, 1, timeout=10) as c:
+        said = pytest.raises(Error, match=f"{says} start a thread: .*; raise the limit")
+        with without_threads(), said:
+            STARTS[says](c)
+        c.send(np.ones(1), 0).wait()
+        out = np.empty(1)
+        c.recv(out, 0).wait()
+        assert out[0] == 1
 
 
 # ------------------------------------------------------------------------------------------- forked

@@ -150,18 +150,6 @@ def test_every_kind_by_the_store(kind):
     check(raised.value, kind, 'rank 1 has left the rendezvous of group "default": ')
 
 
-@pytest.mark.parametrize("text", ["[timeout] of a word", "[lost 3] and found", "[mismatch] "])
-def test_a_text_is_never_taken_for_a_kind(text):
-    def body(me):
-        if me.rank == 1:
-            me.transport.abort(text)
-        error = heard(me.transport.check)
-        assert type(error) is errors.Error
-        assert str(error) == "rank 1 aborted the group: " + text
-
-    threads(2, body)
-
-
 @pytest.mark.parametrize("ranks", [[], [0, 3], list(range(1000))], ids=len)
 def test_a_long_notice_keeps_its_kind(ranks):
     long = _test.encode_notice("ä" * 2000, "lost", rank=900, ranks=ranks, room=1000)

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from pycomm import _C, _test
+from pycomm import _C, _test, log
 from pycomm.communicator import Communicator
 from pycomm.errors import Error, PeerLost, Timeout
 from tests.ranks import good, on_threads
@@ -162,7 +162,7 @@ def test_bytes_that_no_rank_writes_are_refused(junk, secret):
     store.values["g/topic/all from 0"] = junk
     for outcome in exchange(store, 2, lambda rank: secret):
         assert isinstance(outcome, Error)
-        assert "what no rank publishes" in str(outcome)
+        assert "what no rank publishes in a group of 2; give all ranks the same" in str(outcome)
 
 
 @pytest.mark.parametrize("appends", [False, True])
@@ -461,8 +461,22 @@ def test_the_key_of_a_secret_is_its_scrypt():
 
 
 def test_a_short_secret_is_warned_of_once(caplog):
+    waits, options = [], _C.CommunicatorOptions()
+    options.secret, options.tls = SECRET, "off"
+
+    def meanwhile(record):
+        """A logger may take its time, and other threads need keys."""
+        other = threading.Thread(target=_C.StoreEndpoint, args=("", options), daemon=True)
+        other.start()
+        other.join(SECONDS)
+        waits.append(other.is_alive())
+        return True
+
+    log.logger.addFilter(meanwhile)
     for secret in ("fifteen bytes..", "fifteen bytes..", "a" * 16):
         _test.seal(secret, "g", "name", "value")
+    log.logger.removeFilter(meanwhile)
+    assert waits == [False]
     said = [r.getMessage() for r in caplog.records if "bytes" in r.getMessage()]
     assert len(said) == 1
     assert "the secret has 15 bytes" in said[0]

@@ -273,15 +273,6 @@ def test_a_limit_of_file_sizes_takes_the_heaps_only(c):
     assert "ulimit -f" in c.describe()
 
 
-def all_but_nothing(rank):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-
-
-@on_processes(2, transport="auto", prepare=all_but_nothing)
-def test_a_limit_below_all_shared_memory_leaves_tcp(c):
-    assert "tcp to" in describe(c)
-
-
 def pidfds():
     return sum("pidfd" in link for link in descriptors().values())
 

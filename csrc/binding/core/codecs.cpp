@@ -90,10 +90,6 @@ std::pair<py::object, std::vector<codecs::Launch>> recorded(const py::object& ca
   return {std::move(result), std::move(recording.launches)};
 }
 
-const char* combine(const Codec& codec) {
-  return codec.combine() == Combine::gather ? "gather" : "recode";
-}
-
 }  // namespace
 
 void bind_codecs(py::module_& m) {
@@ -134,7 +130,10 @@ void bind_codecs(py::module_& m) {
       .def(py::init(&make_codec), py::arg("spec"))
       .def_property_readonly("name", &Codec::name)
       .def_property_readonly("spec", &Codec::spec)
-      .def_property_readonly("combine", &combine)
+      .def_property_readonly("combine",
+                             [](const Codec& codec) {
+                               return codec.combine() == Combine::gather ? "gather" : "recode";
+                             })
       .def_property_readonly("wire_version", &Codec::wire_version)
       .def_property_readonly("granule", &Codec::granule)
       .def_property_readonly("variable", &Codec::variable)

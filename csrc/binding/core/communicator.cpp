@@ -196,7 +196,8 @@ void bind_options(py::module_& m) {
       .def_readwrite("global_ranks", &Options::global_ranks)
       .def_property(
           "parent", [](const Options& o) { return dynamic_cast<const Communicator*>(o.parent); },
-          [](Options& o, const Communicator* parent) { o.parent = parent; })
+          py::cpp_function([](Options& o, const Communicator* parent) { o.parent = parent; },
+                           py::keep_alive<1, 2>()))  // it may be closed while a group is made
       .def_readwrite("parent_ranks", &Options::parent_ranks)
       .def_readwrite("segment_bytes", &Options::segment_bytes)
       .def_readwrite("nodes", &Options::nodes)

@@ -52,10 +52,6 @@ void scale_addresses(DType dtype, uintptr_t input, uintptr_t out, size_t numel, 
   scale(dtype, reinterpret_cast<const void*>(input), reinterpret_cast<void*>(out), numel, factor);
 }
 
-Span<const uint8_t> bytes_of(std::string_view data) {
-  return {reinterpret_cast<const uint8_t*>(data.data()), data.size()};
-}
-
 template <typename T>
 const T& to_python(const T& value) {
   return value;
@@ -105,7 +101,9 @@ void bind_core(py::module_& m) {
         py::arg("numel"), py::arg("factor"));
   m.def(
       "crc32c",
-      [](std::string_view data, uint32_t before) { return crc32c(bytes_of(data), before); },
+      [](std::string_view data, uint32_t before) {
+        return crc32c({reinterpret_cast<const uint8_t*>(data.data()), data.size()}, before);
+      },
       py::arg("data"), py::arg("before") = 0);
   set_interrupt_check(&check_signals);
   set_warning_output([](const std::string& text) {

@@ -2,7 +2,6 @@
 #include <pybind11/stl.h>
 
 #include <memory>
-#include <optional>
 #include <string>
 #include <utility>
 
@@ -20,8 +19,6 @@ namespace py = pybind11;
 
 namespace pycomm {
 namespace {
-
-Deadline after_seconds(double seconds) { return Deadline::after(milliseconds(seconds)); }
 
 std::vector<tcp::Address> addresses_of(const std::string& text) {
   std::vector<tcp::Address> addresses = tcp::Address::parse_list(text);
@@ -51,7 +48,7 @@ void bind_stores(py::module_& m) {
             std::string value;
             {
               GilReleased release;
-              value = store.get(key, after_seconds(timeout));
+              value = store.get(key, Deadline::after(milliseconds(timeout)));
             }
             return py::bytes(value);
           },
@@ -74,6 +71,7 @@ void bind_stores(py::module_& m) {
 
   py::class_<tcp::Endpoint>(m, "StoreEndpoint")
       .def(py::init([](const std::string& address, const GroupOptions& options) {
+             const GilReleased release;
              if (address.empty()) return std::make_unique<tcp::Endpoint>("store", options);
              return std::make_unique<tcp::Endpoint>(addresses_of(address).front(), options);
            }),

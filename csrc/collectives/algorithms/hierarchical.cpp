@@ -1,4 +1,3 @@
-#include <cstring>
 #include <memory>
 
 #include "collectives/algorithms/algorithms.h"
@@ -204,6 +203,11 @@ class ReduceScatter {
     const size_t index = hand * static_cast<size_t>(node_.size()) + static_cast<size_t>(place);
     return index < ranks.size() ? ranks[index] : -1;
   }
+  /// Returns the rank of a node that has its sum of our part.
+  int source_in(int node) const {
+    const std::vector<int>& ranks = topology_.node(node);
+    return ranks[static_cast<size_t>(node_.place()) % ranks.size()];
+  }
   void reduce_hand(size_t t, int node, size_t hand, uint8_t* sum) {
     std::vector<ConstPart> list;
     for (int p = 0; p < node_.size(); p++) {
@@ -233,9 +237,7 @@ class ReduceScatter {
         if (sent.rank < 0) continue;
         sent.ticket = ex_.send(sent.rank, bytes, stage(t, sent.rank).size() * element_);
       }
-      const std::vector<int>& ranks = topology_.node(k);
-      const int source = ranks[static_cast<size_t>(node_.place()) % ranks.size()];
-      received_[t % kSlots][k] = ex_.recv(source, place(t, k), own);
+      received_[t % kSlots][k] = ex_.recv(source_in(k), place(t, k), own);
       ex_.progress();
     }
     reduce_hand(t, home_, 0, place(t, home_));
@@ -245,9 +247,7 @@ class ReduceScatter {
     const Range own = stage(t, ex_.rank());
     std::vector<const void*> inputs;
     for (int k = 0; k < topology_.nodes(); k++) {
-      const std::vector<int>& ranks = topology_.node(k);
-      const int source = ranks[static_cast<size_t>(node_.place()) % ranks.size()];
-      if (k != home_) ex_.wait(source, received_[t % kSlots][k]);
+      if (k != home_) ex_.wait(source_in(k), received_[t % kSlots][k]);
       inputs.push_back(place(t, k));
     }
     fold_.last(ex_.size())(inputs.data(), topology_.nodes(), out_ + own.begin * element_,
@@ -336,6 +336,9 @@ void all_gather(CollectiveContext& context, const Collective& call) {
 
   const auto* ours = static_cast<const uint8_t*>(call.in.data());
   std::vector<uint64_t> tickets(stages * static_cast<size_t>(context.size()));
+  const auto ticket = [&](size_t t, int rank) -> uint64_t& {
+    return tickets[t * static_cast<size_t>(context.size()) + static_cast<size_t>(rank)];
+  };
   for (size_t t = 0; t < stages; t++) {
     for (int i = 1; i < nodes; i++) {
       const std::vector<int>& ranks = topology.node((home + i) % nodes);
@@ -343,8 +346,7 @@ void all_gather(CollectiveContext& context, const Collective& call) {
       context.send(ranks[place % ranks.size()], ours + (own.data - out[me].data), own.size);
       for (size_t index = place; index < ranks.size(); index += size) {
         const Span<uint8_t> theirs = segment(out[ranks[index]], each, t);
-        tickets[t * static_cast<size_t>(context.size()) + static_cast<size_t>(ranks[index])] =
-            context.recv(ranks[index], theirs.data, theirs.size);
+        ticket(t, ranks[index]) = context.recv(ranks[index], theirs.data, theirs.size);
       }
     }
   }
@@ -372,11 +374,7 @@ void all_gather(CollectiveContext& context, const Collective& call) {
       const std::vector<int>& ranks = topology.node(k);
       for (size_t hand = 0; hand * size < ranks.size(); hand++) {
         const size_t index = hand * size + place;
-        if (index < ranks.size()) {
-          context.wait(
-              ranks[index],
-              tickets[t * static_cast<size_t>(context.size()) + static_cast<size_t>(ranks[index])]);
-        }
+        if (index < ranks.size()) context.wait(ranks[index], ticket(t, ranks[index]));
         show(t, k, hand);
       }
     }

@@ -20,7 +20,7 @@ Window* whole_window(const CollectiveContext& context) {
 
 Node::Node(const CollectiveContext& context)
     : window_(whole_window(context)),
-      deadline_(context.deadline()),
+      deadline_(context.deadline().begun()),  // the context is copied, too
       place_(context.topology().place_of(context.rank())),
       size_(static_cast<int>(members(context).size())) {
   if (!window_ && size_ > 1) {

@@ -1,7 +1,6 @@
 // ChannelMesh: the channels of one group. It has the best transport for every pair of ranks, and
 // the loop in which a thread moves bytes until what it waits for has arrived.
 #pragma once
-#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -34,7 +33,7 @@ class ChannelMesh {
   int rank() const { return rank_; }
   int size() const { return size_; }
   /// Window over memory that all ranks address, or null.
-  Window* window() const { return topology_.nodes() == 1 ? window_ : nullptr; }
+  Window* window() const { return window_ && window_->size() == size_ ? window_ : nullptr; }
   /// Window over memory that the ranks of our node address, or null if we are alone on it.
   Window* node_window() const { return window_; }
   /// The nodes of the ranks; sites (links.h) instead, where there are some of several hosts.

@@ -6,7 +6,6 @@
 #include <exception>
 #include <map>
 #include <string>
-#include <vector>
 
 #include "collectives/common/options.h"
 #include "transports/process.h"

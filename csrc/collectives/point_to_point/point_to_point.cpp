@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "core/interrupt.h"
+#include "core/thread.h"
 
 namespace pycomm {
 namespace {
@@ -174,6 +175,9 @@ std::shared_ptr<Transfer> PointToPoint::recv(void* data, size_t bytes, int src, 
 std::shared_ptr<Transfer> PointToPoint::post(const RequestPtr& request) {
   UnlockingGuard guard(*this);
   check_open(*request);
+  if (!thread_.joinable()) {  // first: nobody else would move the bytes of what is posted
+    thread_ = start_thread("rank " + std::to_string(rank_), [this] { serve(); });
+  }
   try {
     enter(guard.lock());
     request->is_send ? post_send(request) : post_recv(request);
@@ -190,6 +194,7 @@ std::shared_ptr<Transfer> PointToPoint::post(const RequestPtr& request) {
 void PointToPoint::end_in(const Request& request) {
   const OpTag tag = request.describing_tag();
   mesh_.rank_state().wait_for(tag);
+  trace_.end(request.recording, false);
   over_();
   failure_.rethrow_in(tag, rank_);
 }
@@ -313,23 +318,23 @@ void PointToPoint::post_recv(const RequestPtr& request) {
   std::exception_ptr lost;
   bool somebody = false;
   for (int r = 0; r < mesh_.size(); r++) {
-    if (request->peer >= 0 && request->peer != r) continue;
-    if (r != rank_) listen(r);
+    if (r == rank_ || (request->peer >= 0 && request->peer != r)) continue;
+    listen(r);
     if (peers_[r].lost) {
       lost = peers_[r].lost;
     } else {
       somebody = true;
     }
   }
-  if (!somebody) {
+  if (lost && !somebody) {
     posted_.pop_back();
     return finish(request, -1, lost);
   }
-  // Receives that were posted before it and match messages of any rank come first.
+  // Receives that were posted before it, and whose places its peer does not know, come first.
   const bool first = std::none_of(posted_.begin(), posted_.end(), [&](const RequestPtr& posted) {
-    return posted->peer < 0 && posted->tag == request->tag;
+    return posted != request && !posted->ready && posted->matches(request->peer, request->tag);
   });
-  if (request->bytes > kEagerBytes && request->peer != rank_ && first) {
+  if (request->bytes > kEagerBytes && request->peer >= 0 && request->peer != rank_ && first) {
     make_ready(request->peer, request);
   }
 }
@@ -586,6 +591,7 @@ void PointToPoint::wait(Request& request, Milliseconds limit) {
   } catch (const Interrupted&) {  // what its caller does with the buffer is not known
     waiting_--;
     mesh_.rank_state().wait_for(request.describing_tag());
+    trace_.end(request.recording, false);
     if (!closed_) over_();
     changed_.notify_all();
     throw;
@@ -639,9 +645,7 @@ void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit)
 }
 
 void PointToPoint::wake_server() {
-  if (outstanding_ == 0 || waiting_ > 0 || serving_ || closed_) return;
-  if (!thread_.joinable()) thread_ = std::thread([this] { serve(); });
-  server_.notify_one();
+  if (outstanding_ > 0 && waiting_ == 0 && !serving_ && !closed_) server_.notify_one();
 }
 
 void PointToPoint::serve() {

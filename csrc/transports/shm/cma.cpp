@@ -7,10 +7,8 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
 #include <fstream>
 #include <mutex>
-#include <string>
 
 #include "transports/process.h"
 

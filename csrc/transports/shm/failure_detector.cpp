@@ -4,7 +4,6 @@
 #include <sys/stat.h>
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <thread>
 
@@ -106,7 +105,7 @@ void FailureDetector::check_deaths() {
   for (size_t i = 0; i < count; i++) {
     PeerProcess& process = *processes_[i];
     const bool asked = any && wanted[i].fd >= 0;
-    throw_if_dead(watched_[i], asked ? process.ended(wanted[i].revents) : process.ended());
+    throw_if_dead(i, asked ? process.ended(wanted[i].revents) : process.ended());
   }
   const int64_t now = now_ns();
   if (count == 0 || now < next_proc_check_.load(std::memory_order_relaxed)) return;
@@ -114,15 +113,14 @@ void FailureDetector::check_deaths() {
   // Each call checks one rank, and each rank begins with another: a rank that finds a death tells
   // all.
   const size_t i = (static_cast<size_t>(self_) + proc_checks_.fetch_add(1)) % count;
-  throw_if_dead(watched_[i], processes_[i]->check_proc());
+  throw_if_dead(i, processes_[i]->check_proc());
 }
 
-void FailureDetector::throw_if_dead(int rank, bool dead) const {
-  if (!dead || left(rank)) return;
-  const auto found = std::lower_bound(watched_.begin(), watched_.end(), rank);
-  const char* how = processes_[static_cast<size_t>(found - watched_.begin())]->how();
-  throw_error(lost(member(rank), std::string("died: ") + how + " (seen by rank " +
-                                     std::to_string(member(self_)) + "); look at its own log"));
+void FailureDetector::throw_if_dead(size_t i, bool dead) const {
+  if (!dead || left(watched_[i])) return;
+  throw_error(lost(member(watched_[i]), std::string("died: ") + processes_[i]->how() +
+                                            " (seen by rank " + std::to_string(member(self_)) +
+                                            "); look at its own log"));
 }
 
 void FailureDetector::throw_left(int rank) {

@@ -49,7 +49,7 @@ class FailureDetector {
 
  private:
   void check_deaths();
-  void throw_if_dead(int rank, bool dead) const;
+  void throw_if_dead(size_t i, bool dead) const;
   [[noreturn]] void throw_aborted() const;
   void wake_all() const noexcept;
 

@@ -3,7 +3,6 @@
 //
 // sharers_id() tells which ranks are candidates, and trying tells which are members: a rank that
 // cannot receive or map the file publishes that in the store, and the others go on without it.
-#include <fcntl.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
@@ -11,8 +10,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstdlib>
-#include <iterator>
 #include <set>
 #include <utility>
 

@@ -3,7 +3,6 @@
 
 #include <unistd.h>
 
-#include <cerrno>
 #include <thread>
 
 #include "core/interrupt.h"

@@ -63,7 +63,7 @@ STRANGERS = {
 @pytest.mark.parametrize("what", STRANGERS)
 def test_strangers_do_not_stall_a_set_up(rank_0, what, stays):
     strangers = []
-    for _ in range(20):
+    for _ in range(600 if what == "silent" else 20):
         stranger = socket.create_connection(rank_0.address, SECONDS)
         stranger.setblocking(False)
         with contextlib.suppress(OSError):
@@ -76,13 +76,6 @@ def test_strangers_do_not_stall_a_set_up(rank_0, what, stays):
     assert time.monotonic() - start < 5
     assert rank_0.transport.reaches(1)
     for stranger in strangers:
-        stranger.close()
-
-
-def test_flood_of_connections_does_not_stall_a_set_up(rank_0):
-    flood = [socket.create_connection(rank_0.address, SECONDS) for _ in range(600)]
-    rank_0.come()
-    for stranger in flood:
         stranger.close()
 
 
@@ -244,6 +237,7 @@ def test_nobody_on_the_way_reads_what_travels(tls):
     def job(c, network):
         while not network.calm:
             pass
+        assert ("TLS 1.3" in c.describe()) == (tls == "on")
         x = np.frombuffer(WORDS * 5000, np.uint8).copy()
         c.broadcast(x, 0)
         c.barrier()
@@ -309,11 +303,6 @@ def test_who_knows_the_secret_and_speaks_plain_is_refused(first):
     rank_0.thread.join()
     assert isinstance(rank_0.error, Timeout)
     assert "refused 1 connections" in str(rank_0.error)
-
-
-def test_it_says_that_it_encrypts():
-    described = threads(2, lambda me: me.transport.describe(), options={"tls": "on"})
-    assert all("TLS 1.3" in text for text in described)
 
 
 def test_a_missing_openssl_is_an_error():
@@ -474,12 +463,6 @@ def test_a_flood_that_takes_all_descriptors(group):
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     group.wait_for(5)
-
-
-def test_a_port_scanner(group):
-    for _ in range(1000):
-        knock(group.address).close()
-    group.wait_for(20)
 
 
 def test_slow_lorises(group):

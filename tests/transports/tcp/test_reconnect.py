@@ -63,6 +63,7 @@ def exact(c, network):
         root = np.full(size, seq if c.rank == 0 else -1, np.float32)
         c.broadcast(root, 0)
         assert (root == seq).all()
+        assert "tcp" in c.describe()  # also while connections are made, as a sanitizer sees
     finish(c, network)
 
 

@@ -11,6 +11,7 @@
 
 #include "core/error.h"
 #include "core/notice.h"
+#include "core/thread.h"
 #include "transports/tcp/connect/control.h"
 #include "transports/tcp/net/tuning.h"
 
@@ -147,7 +148,8 @@ void Connector::start(std::function<void(int lane)> on_ready, std::function<bool
       if (link->lane_states[static_cast<size_t>(lane)].ready) on_ready_(lane);
     }
   }
-  thread_ = std::make_unique<std::thread>([this] { run(); });
+  thread_ = std::make_unique<std::thread>(
+      start_thread("tcp: rank " + std::to_string(rank_), [this] { run(); }));
 }
 
 void Connector::stop() {
@@ -250,6 +252,11 @@ std::pair<int, int> Connector::sockets() const {
     most = std::max(most, count);
   }
   return {least, most};
+}
+
+std::string Connector::congestion_control() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return congestion_control_;
 }
 
 std::vector<Connection> Connector::take(int rank, int lane) {
@@ -438,14 +445,9 @@ std::chrono::milliseconds Connector::connect_limit() const {
 void Connector::serve(Outgoing& out) {
   const Peer& peer = out.link->peer;
   int error = 0;
-  if (out.hello.lane == kCallBack && !out.link->control_state.broken) {
-    out.over = true;
-    return;
-  }
-  if (out.returns && is_outdated(out)) {
-    out.over = true;
-    return;
-  }
+  out.over = out.hello.lane == kCallBack ? !out.link->control_state.broken
+                                         : out.returns && is_outdated(out);
+  if (out.over) return;
   if (!out.fd) {
     if (Clock::now() < out.wake) return;
     if (out.returns && control_ == nullptr) {  // the set-up takes only first connections

@@ -65,8 +65,6 @@ class Connector {
   /// True in a child that was forked from the rank.
   bool forked() const;
   const PeerDirectory& directory() const { return directory_; }
-  /// Returns the congestion control of the first connection: "bbr" and the like.
-  const std::string& congestion_control() const { return congestion_control_; }
 
   // These may be called by any thread:
 
@@ -81,6 +79,8 @@ class Connector {
   /// Returns the least and the most sockets of the lanes that are connected, or would be, of all
   /// peers.
   std::pair<int, int> sockets() const;
+  /// Returns the congestion control of the last control connection: "bbr" and the like.
+  std::string congestion_control() const;
   /// True if there are connections to take.
   bool fresh(int rank, int lane) const;
   /// Returns new connections, each once: at first all of the lane, then those that replace cut

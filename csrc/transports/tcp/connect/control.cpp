@@ -387,10 +387,10 @@ void Control::check() {
   });
   if (!deaths) return;
   std::unique_lock<std::mutex> lock(mutex_);
-  const Peer& first = *first_death();
-  if (Clock::now() - first.died_at < kDeathGrace + late_packet()) return;
+  const Peer* const first = first_death();  // null: its close has come since
+  if (first == nullptr || Clock::now() - first->died_at < kDeathGrace + late_packet()) return;
   lock.unlock();
-  throw_died(first, "it closed its connections without a word");
+  throw_died(*first, "it closed its connections without a word");
 }
 
 // Returns the peer that died first, or null. A rank that gives up because of a death while it is

@@ -16,7 +16,6 @@
 #pragma once
 #include <array>
 #include <memory>
-#include <optional>
 #include <string>
 
 #include "core/sha256.h"

@@ -9,6 +9,7 @@
 #include <cerrno>
 
 #include "core/error.h"
+#include "core/thread.h"
 #include "transports/openssl.h"
 #include "transports/seal.h"
 #include "transports/tcp/connect/handshake.h"
@@ -81,7 +82,8 @@ Endpoint::Endpoint(const Address& at, const GroupOptions& options)
 void Endpoint::start() {
   wake_ = Fd(::eventfd(0, EFD_NONBLOCK | EFD_CLOEXEC));
   if (!wake_) throw_errno("endpoint: cannot make an eventfd");
-  thread_ = std::make_unique<std::thread>([this] { run(); });
+  thread_ =
+      std::make_unique<std::thread>(start_thread("endpoint: this process", [this] { run(); }));
 }
 
 Endpoint::~Endpoint() {

@@ -33,6 +33,8 @@ constexpr Milliseconds kRetry(20);
 constexpr Milliseconds kInterruptCheck(50);
 // Time that a process has to answer before nothing is known of it.
 constexpr Milliseconds kSign(1000);
+// Time that an address may take to answer a call where there are others, which need some, too.
+constexpr Milliseconds kAddressLimit(3000);
 // Pauses before one who has proven nothing is asked again.
 constexpr Milliseconds kFirstPause(10), kLastPause(kInterruptCheck);
 
@@ -298,13 +300,18 @@ EndpointConnection::EndpointConnection(const Handle& to, const std::string& give
 Fd EndpointConnection::call(const Handle& to, const Deadline& deadline) {
   std::string problem;
   for (const Address& address : to.addresses) {
+    const bool last = &address == &to.addresses.back();
     const auto start = Deadline::Clock::now();
     int error = 0;
     Fd fd = connect_to(address, nullptr, error);
     if (!fd) throw Unproven("no connection to " + where_ + ": " + error_text(error));
-    if (error == 0) {
-      wait(fd.get(), POLLOUT, deadline);
-      error = pending_error(fd.get());
+    try {
+      const auto some = Deadline::after(std::min(kAddressLimit, deadline.left() / 2));
+      if (error == 0) wait(fd.get(), POLLOUT, last ? deadline : some);
+      if (error == 0) error = pending_error(fd.get());
+    } catch (const Timeout&) {
+      if (last) throw;
+      error = ETIMEDOUT;
     }
     if (error == 0) {
       round_trip_ =
@@ -313,7 +320,7 @@ Fd EndpointConnection::call(const Handle& to, const Deadline& deadline) {
     }
     problem = error_text(error);
     if (error == ECONNREFUSED) continue;
-    if (&address == &to.addresses.back()) throw Unproven("no way to " + where_ + ": " + problem);
+    if (last) throw Unproven("no way to " + where_ + ": " + problem);
   }
   throw Refused("nobody listens at " + where_ + " (" + problem + ")");
 }

@@ -6,7 +6,6 @@
 #include <linux/tcp.h>
 #include <poll.h>
 #include <sys/ioctl.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -78,19 +77,15 @@ std::vector<std::string> split_list(const std::string& text) {
   return parts;
 }
 
-Address Address::local(int fd) {
+template <typename Ask>
+Address Address::end_of(int fd, const Ask& ask) {
   Address address;
   address.size_ = sizeof address.storage_;
   const auto data = reinterpret_cast<sockaddr*>(&address.storage_);
-  return ::getsockname(fd, data, &address.size_) == 0 ? address : Address();
+  return ask(fd, data, &address.size_) == 0 ? address : Address();
 }
-
-Address Address::remote(int fd) {
-  Address address;
-  address.size_ = sizeof address.storage_;
-  const auto data = reinterpret_cast<sockaddr*>(&address.storage_);
-  return ::getpeername(fd, data, &address.size_) == 0 ? address : Address();
-}
+Address Address::local(int fd) { return end_of(fd, ::getsockname); }
+Address Address::remote(int fd) { return end_of(fd, ::getpeername); }
 
 uint16_t Address::port() const {
   return ntohs(family() == AF_INET ? v4().sin_port : v6().sin6_port);

@@ -4,7 +4,6 @@
 #include <netinet/in.h>
 #include <sys/socket.h>
 
-#include <cerrno>
 #include <string>
 #include <vector>
 
@@ -41,6 +40,8 @@ class PYCOMM_API Address {
   std::string text() const;
 
  private:
+  template <typename Ask>
+  static Address end_of(int fd, const Ask& ask);
   const sockaddr_in& v4() const { return reinterpret_cast<const sockaddr_in&>(storage_); }
   const sockaddr_in6& v6() const { return reinterpret_cast<const sockaddr_in6&>(storage_); }
 
