@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_MOST = 1e30  # nothing that is calculated from it is infinite
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
 
 
@@ -67,9 +68,12 @@ def parse_share(text: str) -> float:
 
 def _number(digits: str, text: str) -> float:
     try:
-        return float(digits)
+        found = float(digits)
     except ValueError:
         raise ValueError(f"cannot read the number in {text!r}") from None
+    if found > _MOST:
+        raise ValueError(f"the number in {text!r} is too large")
+    return found
 
 
 def format_time(seconds: float) -> str:

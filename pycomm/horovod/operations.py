@@ -179,6 +179,13 @@ def _op(op: Op | None, average: bool | None = None) -> Op:
     return op
 
 
+def _op_with_gradients(tensor: torch.Tensor, op: Op | None, average: bool | None = None) -> Op:
+    chosen = _op(op, average)
+    if tensor.requires_grad and chosen not in (Op.Average, Op.Sum):
+        raise Error(f"no gradients flow through {chosen.name}: detach the tensor first")
+    return chosen
+
+
 def _scale(tensor: torch.Tensor, factor: float) -> None:
     if factor == 1.0:
         return
@@ -360,9 +367,7 @@ def allreduce(
             have to flow through Min, Max or Product.
     """
     _refuse_codec(compression)
-    chosen = _op(op, average)
-    if tensor.requires_grad and chosen not in (Op.Average, Op.Sum):
-        raise Error(f"no gradients flow through {chosen.name}: detach the tensor first")
+    chosen = _op_with_gradients(tensor, op, average)
     compressed, context = compression.compress(tensor)
     options = (chosen, prescale_factor, postscale_factor, process_set)
 
@@ -487,8 +492,11 @@ def reducescatter(
     Raises:
         ValueError: the tensor has no dimension.
         WireMismatch: another rank makes another call; the group can be used on.
+        Error: there is no group, the compression is a codec, op is Adasum, or gradients would
+            have to flow through Min, Max or Product.
     """
     _refuse_codec(compression)
+    op = _op_with_gradients(tensor, op)
     compressed, context = compression.compress(tensor)
     options = op, process_set, prescale_factor, postscale_factor
 

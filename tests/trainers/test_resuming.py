@@ -14,10 +14,11 @@ import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -268,13 +269,15 @@ def test_a_line_of_code_resumes_to_the_bit(trainer, tmp_path):
 
 
 # -------------------------------------------------------------------------------------- torchrun
-# torchrun's own elasticity: a node joins, all ranks start again, and go on from a checkpoint.
+# torchrun's own elasticity: a node joins or is lost, and all ranks start again.
 
 LIMIT = 240  # seconds; a process takes a minute to start on a busy machine
 
 
-def agent(folder: Path, port: int, ranks: int) -> subprocess.Popen[bytes]:
-    """Start one of up to four agents of torchrun, each with ranks of its own, on the example.
+def agent(
+    folder: Path, port: int, ranks: int, *script: str, **variables: str
+) -> subprocess.Popen[bytes]:
+    """Start one of up to four agents of torchrun, each with ranks of its own, on a script.
 
     They meet at a port, whenever they come. Their output goes to the file `output`.
     """
@@ -282,35 +285,51 @@ def agent(folder: Path, port: int, ranks: int) -> subprocess.Popen[bytes]:
     command += ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-id", "joins"]
     command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=1"]
     command += ["--max-restarts", "5", "--monitor-interval", "0.2"]
-    command += [str(ROOT / "examples/resume.py"), "--checkpoints", str(folder), "--steps", "100000"]
-    command += ["--pause", "0.02"]
     with (folder / "output").open("ab") as output:
         return subprocess.Popen(
-            command,
+            [*command, *script],
             env={
                 **os.environ,
                 "PYTHONPATH": str(ROOT),
                 "OMP_NUM_THREADS": "1",
-                # Else agents of one machine wait for each other after a change of members.
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                **variables,
             },
             stdout=output,
             stderr=subprocess.STDOUT,
         )
 
 
-@pytest.mark.timeout(900)
-def test_a_node_joins_and_all_go_on_from_the_checkpoint(tmp_path: Path) -> None:
-    latest, output = tmp_path / "latest", tmp_path / "output"
-    agents: list[subprocess.Popen[bytes]] = []
+Agents = list[subprocess.Popen[bytes]]
 
-    def wait(found: Callable[[], Any]) -> Any:
-        until = time.monotonic() + LIMIT
-        while not (result := found()):
-            assert time.monotonic() < until, output.read_text()[-4000:]
-            assert all(one.poll() is None for one in agents), output.read_text()[-4000:]
-            time.sleep(0.05)
-        return result
+
+@pytest.fixture
+def agents() -> Iterator[Agents]:
+    """A list for those that a test starts."""
+    started: Agents = []
+    yield started
+    for process in started:
+        process.terminate()  # it ends its ranks
+    for process in started:
+        process.wait(60)
+
+
+def wait(agents: Agents, output: Path, found: Callable[[], Any]) -> Any:
+    """Return what is found at last, while all agents run."""
+    until = time.monotonic() + LIMIT
+    while not (result := found()):
+        assert time.monotonic() < until, output.read_text()[-4000:]
+        assert all(one.poll() is None for one in agents), output.read_text()[-4000:]
+        time.sleep(0.05)
+    return result
+
+
+@pytest.mark.timeout(900)
+def test_a_node_joins_and_all_go_on_from_the_checkpoint(tmp_path: Path, agents: Agents) -> None:
+    latest, output = tmp_path / "latest", tmp_path / "output"
+    script = [str(ROOT / "examples/resume.py"), "--checkpoints", str(tmp_path)]
+    script += ["--steps", "100000", "--pause", "0.02"]
+    # Else agents of one machine wait for each other after a change of members.
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     def saved(after: int) -> int:
         """Return the latest step that was saved, if it is after this one."""
@@ -318,18 +337,49 @@ def test_a_node_joins_and_all_go_on_from_the_checkpoint(tmp_path: Path) -> None:
         return step * (step > after)
 
     port = free_port()
-    try:
-        agents.append(agent(tmp_path, port, 2))
-        before = wait(lambda: saved(0))
-        agents.append(agent(tmp_path, port, 1))
-        begun = wait(lambda: re.search(r"begin at step (\d+) on 3 ranks", output.read_text()))
-        assert int(begun[1]) >= before
-        wait(lambda: saved(int(begun[1])))
-    finally:
-        for process in agents:
-            process.terminate()  # it ends its ranks
-        for process in agents:
-            process.wait(60)
+    agents.append(agent(tmp_path, port, 2, *script, **variables))
+    before = wait(agents, output, lambda: saved(0))
+    agents.append(agent(tmp_path, port, 1, *script, **variables))
+    begins = re.compile(r"begin at step (\d+) on 3 ranks")
+    begun = wait(agents, output, lambda: begins.search(output.read_text()))
+    assert int(begun[1]) >= before
+    wait(agents, output, lambda: saved(int(begun[1])))
+
+
+MEETS = """
+import os, time
+import numpy as np
+from pycomm import Communicator
+with Communicator.from_env(timeout=150) as group:
+    print(f"rank {os.getpid()} of agent {os.getppid()} has met {group.size}", flush=True)
+    while True:
+        group.all_reduce(np.ones(9, np.float32))
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.timeout(900)
+def test_communicators_meet_again_after_a_node_was_lost(tmp_path: Path, agents: Agents) -> None:
+    """Each agent counts restarts by itself: that of a node that comes has none."""
+    script, output, port = tmp_path / "meets.py", tmp_path / "output", free_port()
+    script.write_text(MEETS)
+
+    def met(size: int, ranks: int) -> list[tuple[str, str]]:
+        pattern = rf"^rank (\d+) of agent (\d+) has met {size}$"
+        found = re.findall(pattern, output.read_text(), re.MULTILINE)
+        return found if len(found) == ranks else []
+
+    agents.append(agent(tmp_path, port, 1, str(script)))
+    wait(agents, output, lambda: met(1, 1))
+    agents.append(agent(tmp_path, port, 1, str(script)))
+    pairs = wait(agents, output, lambda: met(2, 2))
+    lost = agents.pop()
+    for process in (lost.pid, *(int(rank) for rank, of in pairs if int(of) == lost.pid)):
+        os.kill(process, signal.SIGKILL)
+    lost.wait(60)
+    wait(agents, output, lambda: met(1, 2))
+    agents.append(agent(tmp_path, port, 1, str(script)))
+    wait(agents, output, lambda: met(2, 4))
 
 
 if __name__ == "__main__":
