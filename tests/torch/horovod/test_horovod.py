@@ -276,6 +276,8 @@ def test_mistakes_are_told_and_the_group_stays_usable(rank, size):
 def test_what_it_does_not_have_says_what_to_write():
     with pytest.raises(AttributeError, match=r"no join: write torch\.distributed\.algorithms"):
         _ = hvd.join
+    with pytest.raises(AttributeError, match="no elastic: write checkpoints under torchrun"):
+        _ = hvd.elastic
     with pytest.raises(AttributeError, match=r"no nonsense$"):
         _ = hvd.nonsense
 
