@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-_MOST = 1e30  # nothing that is calculated from it is infinite
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
 
 
@@ -15,7 +14,7 @@ def parse_count(text: str) -> int:
     Raises:
         ValueError: the text is something else, or no positive whole number.
     """
-    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmgbt]?)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*([\d.]+(?:e\d\d?)?)\s*([kmgbt]?)\s*", text, re.IGNORECASE)
     powers = _POWERS | {"b": 1e9}
     count = _number(match[1], text) * powers[match[2].lower()] if match else 0.0
     if count < 1:
@@ -30,7 +29,7 @@ def parse_rate(text: str) -> tuple[float, bool]:
         ValueError: the text is something else.
     """
     match = re.fullmatch(
-        r"\s*([\d.]+(?:e\d+)?)\s*([kmgt]?)(bit|bps|B)(?:it)?(?:/s|ps)?\s*", text, re.IGNORECASE
+        r"\s*([\d.]+(?:e\d\d?)?)\s*([kmgt]?)(bit|bps|B)(?:it)?(?:/s|ps)?\s*", text, re.IGNORECASE
     )
     if not match:
         raise ValueError(f"cannot read the rate {text!r}: want 100mbit, 10gbit or 25GB/s")
@@ -47,7 +46,7 @@ def parse_time(text: str) -> float:
     Raises:
         ValueError: the text is something else.
     """
-    match = re.fullmatch(r"\s*([\d.]+(?:e-?\d+)?)\s*(ns|us|ms|s|)\s*", text)
+    match = re.fullmatch(r"\s*([\d.]+(?:e-?\d\d?)?)\s*(ns|us|ms|s|)\s*", text)
     if not match:
         raise ValueError(f"cannot read the time {text!r}: want 50us, 120ms or 0.3s")
     return _number(match[1], text) * _SECONDS[match[2]]
@@ -68,12 +67,9 @@ def parse_share(text: str) -> float:
 
 def _number(digits: str, text: str) -> float:
     try:
-        found = float(digits)
+        return float(digits)
     except ValueError:
         raise ValueError(f"cannot read the number in {text!r}") from None
-    if found > _MOST:
-        raise ValueError(f"the number in {text!r} is too large")
-    return found
 
 
 def format_time(seconds: float) -> str:
