@@ -20,7 +20,6 @@ from pycomm.local_sgd import Blocking, Streamed
 from pycomm.local_sgd.outer import split
 from pycomm.reduction.weights import factors
 from tests.extent import each_value
-from tests.torch.interpreter import run_ranks
 from tests.torch.harness import (
     alike,
     all_equal,
@@ -35,6 +34,7 @@ from tests.torch.harness import (
     train_step,
     values,
 )
+from tests.torch.interpreter import run_ranks
 from tests.torch.pool import on_ranks
 
 PLAIN = {"codec": "fp32", "lr": 1.0, "momentum": 0.0}
@@ -653,9 +653,10 @@ def test_states_of_other_models_and_options_are_refused(rank, size):
 ENDS = """
 import sys, torch, torch.distributed as dist, pycomm
 from datetime import timedelta
+from pycomm.local_sgd import Streamed
 rank, how = int(sys.argv[1]), {"init_method": "file://" + sys.argv[2], "world_size": 2}
 dist.init_process_group("pycomm", rank=rank, timeout=timedelta(seconds=40), **how)
-stream = pycomm.local_sgd.Streamed(overlap=1)
+stream = Streamed(overlap=1)
 local = pycomm.LocalSGD(torch.nn.Linear(8, 8), every=1, exchange=stream, weighted=True)
 if rank == 0:
     local.step(1.0)
