@@ -256,9 +256,9 @@ NOTHING = (
 )
 
 TORCHFT = (
-    "a DistributedDataParallel has a process group of its own, as torchft's has, whose hook averages "
-    "the gradients: use pycomm.torchft.DistributedDataParallel(manager, model, codec=...) in its "
-    "place. docs/trainers.md has more"
+    "a DistributedDataParallel has a process group of its own, as torchft's has, and a hook that "
+    "averages. Use pycomm.torchft.DistributedDataParallel(manager, model, codec=...) in its place; "
+    "docs/trainers.md has more"
 )
 
 _told: set[str] = set()

@@ -420,8 +420,8 @@ class _Distributed(torch.optim.Optimizer):
         if not self._skips and vars(self).pop("found_inf", None) is not None:
             vars(self).pop("grad_scale", None)
             raise Error(
-                "GradScaler has looked for overflows in the gradients of this rank, before they were "
-                "averaged, and lets a fused optimizer skip the step: other ranks may take it. Call "
+                "GradScaler has looked for overflows in this rank's gradients before they were "
+                "averaged, and a fused optimizer may skip a step that others take. Call "
                 "optimizer.synchronize() first, and then "
                 "with optimizer.skip_synchronize(): scaler.step(optimizer)"
             )

@@ -64,7 +64,7 @@ def test_under_run_torchfts_own_hook_stays() -> None:
     """It alone averages over the replicas: the model's process group has one rank."""
     done = interpreter.run("-c", UNDER_RUN)
     assert done.stdout == "['_comm_hook']\n", done.stderr
-    assert "use pycomm.torchft.DistributedDataParallel" in done.stderr
+    assert "Use pycomm.torchft.DistributedDataParallel" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------ quorums
