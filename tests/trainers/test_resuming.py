@@ -15,6 +15,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -275,13 +276,13 @@ LIMIT = 240  # seconds; a process takes a minute to start on a busy machine
 
 
 def agent(
-    folder: Path, port: int, ranks: int, *script: str, **variables: str
+    folder: Path, port: int, ranks: int, *script: str, nodes: str = "1:4", **variables: str
 ) -> subprocess.Popen[bytes]:
-    """Start one of up to four agents of torchrun, each with ranks of its own, on a script.
+    """Start one of the agents of torchrun, each with ranks of its own, on a script.
 
     They meet at a port, whenever they come. Their output goes to the file `output`.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:4"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes]
     command += ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-id", "joins"]
     command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=1"]
     command += ["--max-restarts", "5", "--monitor-interval", "0.2"]
@@ -349,37 +350,53 @@ def test_a_node_joins_and_all_go_on_from_the_checkpoint(tmp_path: Path, agents: 
 MEETS = """
 import os, time
 import numpy as np
-from pycomm import Communicator
-with Communicator.from_env(timeout=150) as group:
-    print(f"rank {os.getpid()} of agent {os.getppid()} has met {group.size}", flush=True)
-    while True:
-        group.all_reduce(np.ones(9, np.float32))
-        time.sleep(0.02)
+from pycomm import Communicator, Error
+try:
+    with Communicator.from_env(timeout=150) as group:
+        print(f"rank {os.getpid()} of agent {os.getppid()} has met {group.size}", flush=True)
+        while True:
+            group.all_reduce(np.ones(9, np.float32))
+            time.sleep(0.02)
+except Error as error:
+    print(f"rank {os.getpid()} has lost the other: {error}", flush=True)
+    time.sleep(600)  # its agent ends it
 """
 
 
 @pytest.mark.timeout(900)
-def test_communicators_meet_again_after_a_node_was_lost(tmp_path: Path, agents: Agents) -> None:
-    """Each agent counts restarts by itself: that of a node that comes has none."""
+@pytest.mark.parametrize("lost", ["rank", "node"])
+def test_communicators_meet_again(tmp_path: Path, agents: Agents, lost: str) -> None:
+    """Each agent counts the restarts by itself, those alone that follow from its own ranks."""
     script, output, port = tmp_path / "meets.py", tmp_path / "output", free_port()
     script.write_text(MEETS)
+    # Only so do agents of one machine get another node.
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(lost == "node"))}
 
-    def met(size: int, ranks: int) -> list[tuple[str, str]]:
-        pattern = rf"^rank (\d+) of agent (\d+) has met {size}$"
+    def start() -> None:
+        agents.append(agent(tmp_path, port, 1, str(script), nodes="2", **variables))
+
+    def met(ranks: int) -> list[tuple[str, str]]:
+        pattern = r"^rank (\d+) of agent (\d+) has met 2$"
         found = re.findall(pattern, output.read_text(), re.MULTILINE)
         return found if len(found) == ranks else []
 
-    agents.append(agent(tmp_path, port, 1, str(script)))
-    wait(agents, output, lambda: met(1, 1))
-    agents.append(agent(tmp_path, port, 1, str(script)))
-    pairs = wait(agents, output, lambda: met(2, 2))
-    lost = agents.pop()
-    for process in (lost.pid, *(int(rank) for rank, of in pairs if int(of) == lost.pid)):
+    start()
+    wait(agents, output, lambda: is_listening(port))  # the first one lends the store
+    start()
+    pairs = wait(agents, output, lambda: met(2))
+    gone = agents.pop() if lost == "node" else agents[1]
+    (rank,) = (int(rank) for rank, of in pairs if int(of) == gone.pid)
+    for process in [gone.pid] * (lost == "node") + [rank]:
         os.kill(process, signal.SIGKILL)
-    lost.wait(60)
-    wait(agents, output, lambda: met(1, 2))
-    agents.append(agent(tmp_path, port, 1, str(script)))
-    wait(agents, output, lambda: met(2, 4))
+    if lost == "node":
+        gone.wait(60)
+        start()
+    wait(agents, output, lambda: met(4))
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
 
 
 if __name__ == "__main__":
