@@ -100,9 +100,7 @@ def _of_torchrun(
     from torch._C._distributed_c10d import TCPStore
 
     told = TCPStore(*agent, is_master=False, timeout=timedelta(seconds=options.timeout))
-    begun = time.monotonic()
-    look, refused_since = _LOOK, begun
-    before = ""
+    begun, look = time.monotonic(), _LOOK
     while rank != 0:
         try:
             handle = told.get(key).decode()
@@ -113,10 +111,8 @@ def _of_torchrun(
             ) from None
         # A rank 0 of before the ranks were started again may have said it: it is gone, and others
         # may listen at its address.
-        now = time.monotonic()
-        left = begun + options.timeout - now
-        if handle != before:
-            before, refused_since = handle, now
+        waited = time.monotonic() - begun
+        left = options.timeout - waited
         try:
             return _C.Store.find(handle, number, rank, options, max(min(left, look), 0.1))
         except Timeout:
@@ -124,7 +120,7 @@ def _of_torchrun(
                 raise
             look = min(2 * look, _LONGEST)
         except Error:
-            if left <= look or now - refused_since >= _PATIENCE:
+            if left <= look or waited >= _PATIENCE:
                 raise
             time.sleep(0.1)
     if agent not in _endpoints:
