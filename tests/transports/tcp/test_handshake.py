@@ -367,7 +367,9 @@ def test_in_fips_mode_a_secret_is_refused_with_what_helps(tmp_path):
     (tmp_path / "openssl.cnf").write_text(FIPS)
     env = {**os.environ, "OPENSSL_CONF": str(tmp_path / "openssl.cnf")}
     done = subprocess.run([sys.executable, "-c", LISTEN], capture_output=True, text=True, env=env)
-    assert "scrypt, which libcrypto.so.3 refuses, as in FIPS mode; set on all ranks no" in done.stderr
+    assert (
+        "scrypt, which libcrypto.so.3 refuses, as in FIPS mode; set on all ranks no" in done.stderr
+    )
 
 
 # ---------------------------------------------------------------------------------------- strangers
