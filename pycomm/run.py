@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -152,9 +153,13 @@ def _compress_every_ddp() -> None:
 
 
 def _compress_ddp(model: DistributedDataParallel) -> None:
-    if _policy is not None:
-        compress(model, _policy)
-        vars(model)["_pycomm"] = True
+    if _policy is None or type(model).__module__.startswith("pycomm."):  # it does so itself
+        return
+    if model.process_group not in c10d._world.pg_map:
+        _tell(TORCHFT)
+        return
+    compress(model, _policy)
+    vars(model)["_pycomm"] = True
 
 
 @functools.cache
@@ -250,6 +255,12 @@ NOTHING = (
     "the line for Accelerate, Lightning and HF Trainer"
 )
 
+TORCHFT = (
+    "a DistributedDataParallel has a process group of its own, as torchft's has, and a hook that "
+    "averages. Use pycomm.torchft.DistributedDataParallel(manager, model, codec=...) in its place; "
+    "docs/trainers.md has more"
+)
+
 _told: set[str] = set()
 
 
@@ -269,7 +280,7 @@ def _watch_steps() -> None:
 
 def _tell(reason: str) -> None:
     """Warn on the first rank, once for each reason, that gradients are not compressed."""
-    if reason not in _told and dist.get_rank() == 0:
+    if reason not in _told and (not dist.is_initialized() or dist.get_rank() == 0):
         logger.warning("run: --codec compresses nothing here: %s", reason)
     _told.add(reason)
 

@@ -18,7 +18,10 @@ from pycomm.errors import Error, Timeout
 # listens until its process ends, since others may still read what it has written.
 _numbers: Counter[tuple[str, int]] = Counter()
 _endpoints: dict[tuple[str, int], _C.StoreEndpoint] = {}
-_LOOK = 5.0  # seconds from one look at what rank 0 has said to the next
+# Seconds from one look at what rank 0 has said to the next: at first, and at most.
+_LOOK, _LONGEST = 1.0, 8.0
+# Seconds after which what refuses this rank at that address is taken for rank 0.
+_PATIENCE = 30.0
 
 
 def at_master(rank: int, options: _C.CommunicatorOptions) -> _C.Store:
@@ -40,12 +43,22 @@ def at_master(rank: int, options: _C.CommunicatorOptions) -> _C.Store:
             f"rank {rank}: MASTER_ADDR and MASTER_PORT do not say where rank 0 listens: set them "
             "to a host and a port, or pass a folder that all ranks share"
         )
-    host, port = told["MASTER_ADDR"], int(told["MASTER_PORT"])
-    number = _numbers[host, port]
-    _numbers[host, port] += 1
+    place = told["MASTER_ADDR"], int(told["MASTER_PORT"])
+    number = _numbers[place]
     if told.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        attempt = told.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return _of_torchrun((host, port), f"pycomm/{attempt}/{number}", number, rank, options)
+        # Not by the count of restarts, which each agent has of its own.
+        key = f"pycomm/{told.get('WORLD_SIZE')}/{number}"
+        store = _of_torchrun(place, key, number, rank, options)
+    else:
+        store = _of_rank_0(place, number, rank, options)
+    _numbers[place] += 1  # not by an attempt that has failed: the others do not know of it
+    return store
+
+
+def _of_rank_0(
+    place: tuple[str, int], number: int, rank: int, options: _C.CommunicatorOptions
+) -> _C.Store:
+    host, port = place
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -53,7 +66,7 @@ def at_master(rank: int, options: _C.CommunicatorOptions) -> _C.Store:
     addresses = list(dict.fromkeys(_text(str(address[0]), port) for *_, address in found))
     if rank != 0:
         return _C.Store.find(",".join(addresses), number, rank, options, options.timeout)
-    if (host, port) not in _endpoints:
+    if place not in _endpoints:
         everywhere = _text("::" if found[0][0] == socket.AF_INET6 else "0.0.0.0", port)
         try:
             own = _text(
@@ -61,8 +74,8 @@ def at_master(rank: int, options: _C.CommunicatorOptions) -> _C.Store:
             )
         except ValueError:  # a name, which this host may know by another address than the others do
             own = everywhere
-        _endpoints[host, port] = _listen(own, everywhere, options)
-    return _endpoints[host, port].lend(number)
+        _endpoints[place] = _listen(own, everywhere, options)
+    return _endpoints[place].lend(number)
 
 
 def _listen(own: str, everywhere: str, options: _C.CommunicatorOptions) -> _C.StoreEndpoint:
@@ -87,7 +100,7 @@ def _of_torchrun(
     from torch._C._distributed_c10d import TCPStore
 
     told = TCPStore(*agent, is_master=False, timeout=timedelta(seconds=options.timeout))
-    ends = time.monotonic() + options.timeout
+    begun, look = time.monotonic(), _LOOK
     while rank != 0:
         try:
             handle = told.get(key).decode()
@@ -96,12 +109,20 @@ def _of_torchrun(
                 f"rank {rank}: rank 0 has not said in the store of torchrun within "
                 f"{options.timeout:g} s where it listens: {error}"
             ) from None
-        left = ends - time.monotonic()
-        try:  # not for long: a rank 0 of before a change of members may have said it
-            return _C.Store.find(handle, number, rank, options, max(min(left, _LOOK), 0.1))
+        # A rank 0 of before the ranks were started again may have said it: it is gone, and others
+        # may listen at its address.
+        waited = time.monotonic() - begun
+        left = options.timeout - waited
+        try:
+            return _C.Store.find(handle, number, rank, options, max(min(left, look), 0.1))
         except Timeout:
-            if left <= _LOOK:
+            if left <= look:
                 raise
+            look = min(2 * look, _LONGEST)
+        except Error:
+            if left <= look or waited >= _PATIENCE:
+                raise
+            time.sleep(0.1)
     if agent not in _endpoints:
         _endpoints[agent] = _C.StoreEndpoint("", options)
     told.set(key, _endpoints[agent].handle)

@@ -72,9 +72,10 @@ def dump(path: str | os.PathLike[str] | None = None, *, group: Any = None) -> li
         >>> pycomm.trace.dump("traces")  # doctest: +SKIP
         [PosixPath('traces/rank_0.json')]
     """
-    target = Path(path or _C.env()["trace"])
-    if not target.name:
+    given = path or _C.env()["trace"]
+    if not given:
         raise Error("trace.dump needs a path, or PYCOMM_TRACE=folder in the environment")
+    target = Path(given)
     private(target)  # torch's reader unpickles what is in it
     files = []
     for rank, recording in collect(group).items():

@@ -14,7 +14,7 @@ def parse_count(text: str) -> int:
     Raises:
         ValueError: the text is something else, or no positive whole number.
     """
-    match = re.fullmatch(r"\s*([\d.]+(?:e\d+)?)\s*([kmgbt]?)\s*", text, re.IGNORECASE)
+    match = re.fullmatch(r"\s*([\d.]+(?:e\d\d?)?)\s*([kmgbt]?)\s*", text, re.IGNORECASE)
     powers = _POWERS | {"b": 1e9}
     count = _number(match[1], text) * powers[match[2].lower()] if match else 0.0
     if count < 1:
@@ -29,7 +29,7 @@ def parse_rate(text: str) -> tuple[float, bool]:
         ValueError: the text is something else.
     """
     match = re.fullmatch(
-        r"\s*([\d.]+(?:e\d+)?)\s*([kmgt]?)(bit|bps|B)(?:it)?(?:/s|ps)?\s*", text, re.IGNORECASE
+        r"\s*([\d.]+(?:e\d\d?)?)\s*([kmgt]?)(bit|bps|B)(?:it)?(?:/s|ps)?\s*", text, re.IGNORECASE
     )
     if not match:
         raise ValueError(f"cannot read the rate {text!r}: want 100mbit, 10gbit or 25GB/s")
@@ -46,7 +46,7 @@ def parse_time(text: str) -> float:
     Raises:
         ValueError: the text is something else.
     """
-    match = re.fullmatch(r"\s*([\d.]+(?:e-?\d+)?)\s*(ns|us|ms|s|)\s*", text)
+    match = re.fullmatch(r"\s*([\d.]+(?:e-?\d\d?)?)\s*(ns|us|ms|s|)\s*", text)
     if not match:
         raise ValueError(f"cannot read the time {text!r}: want 50us, 120ms or 0.3s")
     return _number(match[1], text) * _SECONDS[match[2]]

@@ -83,7 +83,10 @@ std::string scrypt(const std::string& secret, const std::string& salt) {
                    1, 0, reinterpret_cast<unsigned char*>(key.data()), key.size()) == 1) {
         return key;
       }
-      fail(file + " refuses scrypt, as in FIPS mode");
+      // Neither another OpenSSL 3 nor connections without encryption would help.
+      throw Error("a secret needs scrypt, which " + file +
+                  " refuses, as in FIPS mode; set on all ranks no PYCOMM_SECRET, in a network that "
+                  "strangers cannot reach, or start them all where OpenSSL is not in FIPS mode");
     }
   }
   fail("there is no libcrypto");

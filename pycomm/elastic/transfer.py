@@ -202,7 +202,7 @@ def _meet(
     if any(member["digest"] != members[0]["digest"] for member in members):
         texts = gather_json(contents.lines, group)
         other = next(r for r, text in enumerate(texts) if text != texts[0])
-        pairs = zip(texts[0], texts[other], strict=False)
+        pairs = itertools.zip_longest(texts[0], texts[other], fillvalue="nothing more")
         first, second = next(pair for pair in pairs if pair[0] != pair[1])
         raise WireMismatch(
             f"rank {rank}: the members cannot hand over their state: rank 0 has {first!r}, rank "

@@ -91,6 +91,7 @@ __all__ = [
 
 # What Horovod has besides, and what to write instead.
 _ELSEWHERE = {
+    "elastic": "checkpoints under torchrun --nnodes MIN:MAX --max-restarts N (examples/resume.py)",
     "join": "torch.distributed.algorithms.Join([model]), with DistributedDataParallel",
     "start_timeline": "PYCOMM_TRACE=folder, or pycomm.trace.dump(folder)",
     "stop_timeline": "PYCOMM_TRACE=folder, or pycomm.trace.dump(folder)",

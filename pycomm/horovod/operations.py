@@ -157,7 +157,10 @@ def _differentiable(
     tensor: torch.Tensor,
     move: Callable[[torch.Tensor], torch.Tensor],
     gradient_of: Callable[[torch.Tensor], torch.Tensor],
+    op: Op = Op.Average,
 ) -> torch.Tensor:
+    if tensor.requires_grad and op not in (Op.Average, Op.Sum):
+        raise Error(f"no gradients flow through {op.name}: detach the tensor first")
     result: torch.Tensor = _Differentiable.apply(tensor, move, gradient_of)  # type: ignore[no-untyped-call]
     return result
 
@@ -361,15 +364,13 @@ def allreduce(
     """
     _refuse_codec(compression)
     chosen = _op(op, average)
-    if tensor.requires_grad and chosen not in (Op.Average, Op.Sum):
-        raise Error(f"no gradients flow through {chosen.name}: detach the tensor first")
     compressed, context = compression.compress(tensor)
     options = (chosen, prescale_factor, postscale_factor, process_set)
 
     def reduce(values: torch.Tensor, name: str | None = None) -> Any:
         return _allreduce_([values.clone()], None, name, *options, waits=True).wait()[0]
 
-    reduced = _differentiable(compressed, lambda values: reduce(values, name), reduce)
+    reduced = _differentiable(compressed, lambda values: reduce(values, name), reduce, chosen)
     result: torch.Tensor = compression.decompress(reduced, context)
     return result
 
@@ -487,20 +488,24 @@ def reducescatter(
     Raises:
         ValueError: the tensor has no dimension.
         WireMismatch: another rank makes another call; the group can be used on.
+        Error: there is no group, the compression is a codec, op is Adasum, or gradients would
+            have to flow through Min, Max or Product.
     """
     _refuse_codec(compression)
+    chosen = _op(op)
     compressed, context = compression.compress(tensor)
-    options = op, process_set, prescale_factor, postscale_factor
+    options = chosen, process_set, prescale_factor, postscale_factor
 
     def gathered(gradient: torch.Tensor) -> Any:
         factor = prescale_factor * postscale_factor
-        factor *= len(process_set.ranks) if op is Op.Sum else 1
+        factor *= len(process_set.ranks) if chosen is Op.Sum else 1
         return allgather_async(gradient * factor, None, process_set).wait()
 
     reduced = _differentiable(
         compressed,
         lambda values: reducescatter_async(values, name, *options, waits=True).wait(),
         gathered,
+        chosen,
     )
     result: torch.Tensor = compression.decompress(reduced, context)
     return result

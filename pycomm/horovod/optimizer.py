@@ -224,11 +224,12 @@ class GradientReducer:
             f"a step that trains {len(parts)} parameters by {self.op.name}, {self.passes} backward "
             f"passes ({few}; {digest})"
         )
-        self._call = Call(self._process_set, text)
+        call = Call(self._process_set, text)
         for bucket in self._buckets:
             bucket.missing = sum(p.requires_grad for p in bucket.parameters)
         self.state.begin_step()
         self.state.reducer.step.busy_until = "optimizer.step() or optimizer.synchronize()"
+        self._call = call
 
     def _arrived(self, parameter: torch.nn.Parameter) -> None:
         if self._count[parameter] == self.passes:
@@ -295,10 +296,8 @@ class GradientReducer:
             WireMismatch: ranks train other parameters, or average them differently; on all ranks.
             Error: a gradient was changed while it travelled.
         """
-        self._begin()
-        assert self._call is not None
-        factor = self._call.size if self.op is Op.Sum else 1
         try:
+            self._begin()
             self._exchange()
         finally:
             self.reset()
@@ -310,6 +309,7 @@ class GradientReducer:
                 "you change gradients (scaler.unscale_(optimizer), too), and then "
                 "with optimizer.skip_synchronize(): optimizer.step()"
             )
+        factor = self.state.process_group.size() if self.op is Op.Sum else 1
         for bucket in self._buckets:
             if factor != 1:
                 bucket.flat.mul_(factor)
@@ -414,8 +414,17 @@ class _Distributed(torch.optim.Optimizer):
         Raises:
             WireMismatch: ranks train other parameters, or have other options; on all ranks, before
                 anything is updated.
-            Error: a gradient was scaled, clipped, zeroed or replaced while it travelled.
+            Error: a gradient was scaled, clipped, zeroed or replaced while it travelled, or
+                GradScaler has looked at it then.
         """
+        if not self._skips and vars(self).pop("found_inf", None) is not None:
+            vars(self).pop("grad_scale", None)
+            raise Error(
+                "GradScaler has looked for overflows in this rank's gradients before they were "
+                "averaged, and a fused optimizer may skip a step that others take. Call "
+                "optimizer.synchronize() first, and then "
+                "with optimizer.skip_synchronize(): scaler.step(optimizer)"
+            )
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -154,10 +154,6 @@ class ExchangeThread:
         """
         if self._errors:
             raise self._errors[0]
-        if self._started_in != os.getpid():
-            self._thread = threading.Thread(target=_serve, args=(self._tasks,), daemon=True)
-            self._thread.start()
-            self._started_in = os.getpid()
         # A step calls this for every bucket: these are objects of C++ and C.
         came: Any = torch._C.Future([])
         under_way = threading.Lock()
@@ -184,9 +180,17 @@ class ExchangeThread:
             with under_way:
                 return bool(finite) and bool(finite[0])
 
-        self._tasks.put(task)
+        self.submit(task)
         # DDP reads the value of a future, and would take an error for one.
         return came.then(lambda future: future.value()), is_finite
+
+    def submit(self, task: Callable[[], None]) -> None:
+        """Queue a function that raises nothing, and uses the group as those of the other ranks."""
+        if self._started_in != os.getpid():
+            self._thread = threading.Thread(target=_serve, args=(self._tasks,), daemon=True)
+            self._thread.start()
+            self._started_in = os.getpid()
+        self._tasks.put(task)
 
     def end(self) -> None:
         """End the thread after what is queued, before the interpreter ends.

@@ -127,12 +127,19 @@ def test_from_env_joins_the_group_of_torchrun(tmp_path, monkeypatch):
         env.cache_clear()
 
 
-def test_an_address_of_before_in_the_store_of_torchrun_is_looked_up_again(monkeypatch):
-    # A change of members keeps the restart count, and so the key.
+@pytest.mark.parametrize("taken", [False, True])
+def test_an_address_of_before_in_the_store_of_torchrun_is_looked_up_again(monkeypatch, taken):
+    # Ranks that are started again have the same key.
     monkeypatch.setattr(stores, "_LOOK", 0.2)
     agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     options = _C.CommunicatorOptions()
-    agent.set("key", _C.StoreEndpoint("", options).handle)  # it is gone
+    before = _C.StoreEndpoint("", options)
+    words = before.handle.split()
+    if taken:  # as PYCOMM_PORTS makes likely
+        words[2] = words[2][::-1]
+    else:
+        del before
+    agent.set("key", " ".join(words))
 
     def at(rank):
         return stores._of_torchrun(("127.0.0.1", agent.port), "key", 0, rank, options)
@@ -142,6 +149,23 @@ def test_an_address_of_before_in_the_store_of_torchrun_is_looked_up_again(monkey
         time.sleep(0.5)
         at(0).set("word", "new")
         assert other.result(20).get("word", 5.0) == b"new"
+
+
+@pytest.fixture
+def port():
+    return free_port()
+
+
+def test_an_attempt_to_meet_that_failed_may_be_repeated(monkeypatch, port):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(port))
+    options = _C.CommunicatorOptions()
+    options.timeout = 0.2
+    with pytest.raises(Timeout):
+        stores.at_master(1, options)  # rank 0 comes later
+    stores.at_master(0, options).set("word", "first")
+    found = _C.Store.find(f"127.0.0.1:{port}", 0, 1, options, 5.0)
+    assert found.get("word", 0.0) == b"first"
 
 
 JOIN = """
@@ -186,9 +210,6 @@ def joined_at(port, size, timeout=20, **variables):
         for one in started:
             one.kill()
     return outputs, [one.returncode for one in started]
-
-
-port = pytest.fixture(free_port)
 
 
 @pytest.mark.parametrize("secrets", [("", "", ""), ("a secret of 24 characters",) * 3])

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -278,7 +279,7 @@ def test_a_trace_that_cannot_be_written_hides_no_error(tmp_path, why):
     assert "\n  no trace: " in text
 
 
-def test_the_trace_of_a_group_has_one_rank(tmp_path):
+def test_the_trace_of_a_group_has_one_rank(tmp_path, monkeypatch):
     def job(c):
         c.barrier()
         return pycomm.trace.dump(tmp_path / f"of {c.rank}", group=c)
@@ -288,3 +289,5 @@ def test_the_trace_of_a_group_has_one_rank(tmp_path):
     assert [len(json.loads(f[0].read_text())["entries"]) for f in files] == [1, 1]
     with pytest.raises(Error, match="PYCOMM_TRACE"):
         pycomm.trace.dump()
+    monkeypatch.chdir(tmp_path / "of 0")
+    assert run(1, lambda c: pycomm.trace.dump(".", group=c)) == [[Path("rank_0.json")]]

@@ -187,6 +187,9 @@ def test_who_is_held_back_by_tcp_is_told_so(capsys):
     ("words", "named"),
     [
         (["25X"], "25X"),
+        (["1e400", "--compute", "1s"], "1e400"),
+        (["25M", "--compute", "1e400s"], "1e400s"),
+        ([*PLAN, "--link", "1e400gbit"], "1e400gbit"),
         (["25M"], "--compute"),
         ([*PLAN, "--link", "quick"], "quick"),
         ([*PLAN, "--link", "quic:1gbit"], "quic"),

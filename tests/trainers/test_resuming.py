@@ -14,10 +14,12 @@ import importlib.util
 import json
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -268,49 +270,67 @@ def test_a_line_of_code_resumes_to_the_bit(trainer, tmp_path):
 
 
 # -------------------------------------------------------------------------------------- torchrun
-# torchrun's own elasticity: a node joins, all ranks start again, and go on from a checkpoint.
+# torchrun's own elasticity: a node joins or is lost, and all ranks start again.
 
 LIMIT = 240  # seconds; a process takes a minute to start on a busy machine
 
 
-def agent(folder: Path, port: int, ranks: int) -> subprocess.Popen[bytes]:
-    """Start one of up to four agents of torchrun, each with ranks of its own, on the example.
+def agent(
+    folder: Path, port: int, ranks: int, *script: str, nodes: str = "1:4", **variables: str
+) -> subprocess.Popen[bytes]:
+    """Start one of the agents of torchrun, each with ranks of its own, on a script.
 
     They meet at a port, whenever they come. Their output goes to the file `output`.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:4"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", nodes]
     command += ["--nproc-per-node", str(ranks), "--rdzv-backend", "c10d", "--rdzv-id", "joins"]
     command += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-conf", "last_call_timeout=1"]
     command += ["--max-restarts", "5", "--monitor-interval", "0.2"]
-    command += [str(ROOT / "examples/resume.py"), "--checkpoints", str(folder), "--steps", "100000"]
-    command += ["--pause", "0.02"]
     with (folder / "output").open("ab") as output:
         return subprocess.Popen(
-            command,
+            [*command, *script],
             env={
                 **os.environ,
                 "PYTHONPATH": str(ROOT),
                 "OMP_NUM_THREADS": "1",
-                # Else agents of one machine wait for each other after a change of members.
-                "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+                **variables,
             },
             stdout=output,
             stderr=subprocess.STDOUT,
         )
 
 
-@pytest.mark.timeout(900)
-def test_a_node_joins_and_all_go_on_from_the_checkpoint(tmp_path: Path) -> None:
-    latest, output = tmp_path / "latest", tmp_path / "output"
-    agents: list[subprocess.Popen[bytes]] = []
+Agents = list[subprocess.Popen[bytes]]
 
-    def wait(found: Callable[[], Any]) -> Any:
-        until = time.monotonic() + LIMIT
-        while not (result := found()):
-            assert time.monotonic() < until, output.read_text()[-4000:]
-            assert all(one.poll() is None for one in agents), output.read_text()[-4000:]
-            time.sleep(0.05)
-        return result
+
+@pytest.fixture
+def agents() -> Iterator[Agents]:
+    """A list for those that a test starts."""
+    started: Agents = []
+    yield started
+    for process in started:
+        process.terminate()  # it ends its ranks
+    for process in started:
+        process.wait(60)
+
+
+def wait(agents: Agents, output: Path, found: Callable[[], Any]) -> Any:
+    """Return what is found at last, while all agents run."""
+    until = time.monotonic() + LIMIT
+    while not (result := found()):
+        assert time.monotonic() < until, output.read_text()[-4000:]
+        assert all(one.poll() is None for one in agents), output.read_text()[-4000:]
+        time.sleep(0.05)
+    return result
+
+
+@pytest.mark.timeout(900)
+def test_a_node_joins_and_all_go_on_from_the_checkpoint(tmp_path: Path, agents: Agents) -> None:
+    latest, output = tmp_path / "latest", tmp_path / "output"
+    script = [str(ROOT / "examples/resume.py"), "--checkpoints", str(tmp_path)]
+    script += ["--steps", "100000", "--pause", "0.02"]
+    # Else agents of one machine wait for each other after a change of members.
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
     def saved(after: int) -> int:
         """Return the latest step that was saved, if it is after this one."""
@@ -318,18 +338,65 @@ def test_a_node_joins_and_all_go_on_from_the_checkpoint(tmp_path: Path) -> None:
         return step * (step > after)
 
     port = free_port()
-    try:
-        agents.append(agent(tmp_path, port, 2))
-        before = wait(lambda: saved(0))
-        agents.append(agent(tmp_path, port, 1))
-        begun = wait(lambda: re.search(r"begin at step (\d+) on 3 ranks", output.read_text()))
-        assert int(begun[1]) >= before
-        wait(lambda: saved(int(begun[1])))
-    finally:
-        for process in agents:
-            process.terminate()  # it ends its ranks
-        for process in agents:
-            process.wait(60)
+    agents.append(agent(tmp_path, port, 2, *script, **variables))
+    before = wait(agents, output, lambda: saved(0))
+    agents.append(agent(tmp_path, port, 1, *script, **variables))
+    begins = re.compile(r"begin at step (\d+) on 3 ranks")
+    begun = wait(agents, output, lambda: begins.search(output.read_text()))
+    assert int(begun[1]) >= before
+    wait(agents, output, lambda: saved(int(begun[1])))
+
+
+MEETS = """
+import os, time
+import numpy as np
+from pycomm import Communicator, Error
+try:
+    with Communicator.from_env(timeout=150) as group:
+        print(f"rank {os.getpid()} of agent {os.getppid()} has met {group.size}", flush=True)
+        while True:
+            group.all_reduce(np.ones(9, np.float32))
+            time.sleep(0.02)
+except Error as error:
+    print(f"rank {os.getpid()} has lost the other: {error}", flush=True)
+    time.sleep(600)  # its agent ends it
+"""
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("lost", ["rank", "node"])
+def test_communicators_meet_again(tmp_path: Path, agents: Agents, lost: str) -> None:
+    """Each agent counts the restarts by itself, those alone that follow from its own ranks."""
+    script, output, port = tmp_path / "meets.py", tmp_path / "output", free_port()
+    script.write_text(MEETS)
+    # Only so do agents of one machine get another node.
+    variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(lost == "node"))}
+
+    def start() -> None:
+        agents.append(agent(tmp_path, port, 1, str(script), nodes="2", **variables))
+
+    def met(ranks: int) -> list[tuple[str, str]]:
+        pattern = r"^rank (\d+) of agent (\d+) has met 2$"
+        found = re.findall(pattern, output.read_text(), re.MULTILINE)
+        return found if len(found) == ranks else []
+
+    start()
+    wait(agents, output, lambda: is_listening(port))  # the first one lends the store
+    start()
+    pairs = wait(agents, output, lambda: met(2))
+    gone = agents.pop() if lost == "node" else agents[1]
+    (rank,) = (int(rank) for rank, of in pairs if int(of) == gone.pid)
+    for process in [gone.pid] * (lost == "node") + [rank]:
+        os.kill(process, signal.SIGKILL)
+    if lost == "node":
+        gone.wait(60)
+        start()
+    wait(agents, output, lambda: met(4))
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
 
 
 if __name__ == "__main__":

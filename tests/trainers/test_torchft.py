@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm import Error
+from tests.torch import interpreter
 from tests.torch.harness import batch, network
 from tests.torch.pool import on_ranks
 
@@ -48,6 +49,22 @@ def test_replicas_killed_at_random_end_equal(lab: Lab, codec: str, transport: st
     """Any replica but the first, at any moment of a step; `make soak` has two hundred kills."""
     outcome = kill_and_replace(lab, 2, 4, "--codec", codec, "--transport", transport)
     assert len(outcome.waits) == 2
+
+
+UNDER_RUN = """
+import torch, torchft.ddp
+from pycomm.run import apply
+apply(["--codec", "int4"])
+model = torchft.ddp.DistributedDataParallel(None, torch.nn.Linear(64, 64))
+print([hook.__name__ for hook, _ in model._comm_hooks])
+"""
+
+
+def test_under_run_torchfts_own_hook_stays() -> None:
+    """It alone averages over the replicas: the model's process group has one rank."""
+    done = interpreter.run("-c", UNDER_RUN)
+    assert done.stdout == "['_comm_hook']\n", done.stderr
+    assert "Use pycomm.torchft.DistributedDataParallel" in done.stderr
 
 
 # ------------------------------------------------------------------------------------------ quorums

@@ -243,11 +243,14 @@ def changed(what: str, model: Any) -> tuple[nn.Module, Any]:
         model.mask = torch.zeros(1, dtype=torch.bool).expand(1001)
     elif what == "optimizer":
         kind = torch.optim.Adam
-    groups: list[Any] = list(model.parameters())
+    parts = list(model.parameters())
+    groups: list[Any] = [{"params": parts[:2]}, {"params": parts[2:]}]
     if what == "groups":
-        groups = [{"params": groups[:2]}, {"params": groups[2:]}]
+        groups = [{"params": parts}]
+    if what == "fewer":
+        groups = groups[:1]
     if what == "foreign":
-        groups = [*groups, nn.Parameter(torch.zeros(3))]
+        groups.append({"params": [nn.Parameter(torch.zeros(3))]})
     optimizer = None if what == "none" else kind(groups, lr=0.1)
     if what == "pickle":
         optimizer.param_groups[0]["callback"] = lambda: None
@@ -263,6 +266,7 @@ UNLIKE = [  # what differs, the error on all ranks, its text, and the rank that 
     ("tie", "WireMismatch", "which is embed.weight", 0),
     ("optimizer", "WireMismatch", r"adamw.AdamW.*adam.Adam", 2),
     ("groups", "WireMismatch", "group 0", 1),
+    ("fewer", "WireMismatch", "group 1 .*rank 2 has 'nothing more'", 2),
     ("none", "WireMismatch", "no optimizer", 1),
     ("nobody", "Error", "no rank has the state", 1),
     ("expanded", "Error", "rank 1 cannot take part .*mask is expanded", 1),

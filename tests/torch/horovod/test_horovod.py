@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -246,6 +247,8 @@ def test_mistakes_are_told_and_the_group_stays_usable(rank, size):
         hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(pycomm.Error, match="DistributedOptimizer, which keeps"):
         hvd.allreduce(torch.ones(2), compression=hvd.Compression.codec("int4"))
+    with pytest.raises(pycomm.Error, match="no gradients flow through Max"):
+        hvd.reducescatter(torch.ones(2, requires_grad=True), op=hvd.Max)
     with pytest.raises(ValueError, match="op= and average="):
         hvd.allreduce(torch.ones(2), average=True, op=hvd.Sum)
     with pytest.raises(ValueError, match="a scalar has none"):
@@ -273,6 +276,8 @@ def test_mistakes_are_told_and_the_group_stays_usable(rank, size):
 def test_what_it_does_not_have_says_what_to_write():
     with pytest.raises(AttributeError, match=r"no join: write torch\.distributed\.algorithms"):
         _ = hvd.join
+    with pytest.raises(AttributeError, match="no elastic: write checkpoints under torchrun"):
+        _ = hvd.elastic
     with pytest.raises(AttributeError, match=r"no nonsense$"):
         _ = hvd.nonsense
 
@@ -329,6 +334,10 @@ def check_step_is_told(rank: int, size: int, model: nn.Module, optimizer: Any, t
     assert equal(before, list(model.parameters()))
     model.requires_grad_(True)
     optimizer.set_backward_passes_per_step(1)
+    check_averages(rank, model, optimizer)
+
+
+def check_averages(rank: int, model: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
     model(inputs(rank, 1)).square().mean().backward()
     wanted = [hvd.allreduce(p.grad) for p in model.parameters()]
@@ -383,6 +392,37 @@ def test_different_options_of_optimizers_are_told(rank, size, name, other, text)
     assert equal(before, list(model.parameters()))
     optimizer.zero_grad()
     dist.barrier()
+
+
+@on_ranks(2)
+def test_a_step_that_cannot_begin_is_begun_anew(rank, size):
+    model, optimizer = two_layers()
+    fails = patch.object(optimizer.compression_state, "begin_step", side_effect=pycomm.Error)
+    with fails, pytest.raises(pycomm.Error):
+        model(inputs(rank, 0)).square().mean().backward()
+    with fails, pytest.raises(pycomm.Error):
+        optimizer.step()
+    check_averages(rank, model, optimizer)
+
+
+@on_ranks(2)
+def test_a_scaler_looks_at_averages_for_a_fused_optimizer(rank, size):
+    """It skips a step of which it has found an infinity; all ranks must find the same."""
+    hvd.init()
+    model = nn.Linear(4, 4)
+    optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    before = values(model)
+    loss = model(torch.ones(1, 4)).sum() * (float("inf") if rank else 1.0)
+    scaler.scale(loss).backward()
+    with pytest.raises(pycomm.Error, match=r"averaged, .* Call optimizer\.synchronize\(\) first"):
+        scaler.step(optimizer)
+    optimizer.synchronize()
+    with optimizer.skip_synchronize():
+        scaler.step(optimizer)
+    scaler.update()
+    assert equal(before, list(model.parameters()))
+    assert scaler.get_scale() == 4.0
 
 
 @on_ranks(2)

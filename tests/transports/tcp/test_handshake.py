@@ -343,6 +343,24 @@ def test_without_openssl_3_a_secret_stands_alone(tmp_path):
     assert all("a secret and encryption need OpenSSL 3" in line for line in refused)
 
 
+FIPS = "openssl_conf=a\n[a]\nalg_section=b\n[b]\ndefault_properties=fips=yes\n"
+LISTEN = """
+from pycomm import _C
+options = _C.CommunicatorOptions()
+options.secret = "sixteen bytes, at least"
+_C.StoreEndpoint("", options)
+"""
+
+
+def test_in_fips_mode_a_secret_is_refused_with_what_helps(tmp_path):
+    (tmp_path / "openssl.cnf").write_text(FIPS)
+    env = {**os.environ, "OPENSSL_CONF": str(tmp_path / "openssl.cnf")}
+    done = subprocess.run([sys.executable, "-c", LISTEN], capture_output=True, text=True, env=env)
+    assert (
+        "scrypt, which libcrypto.so.3 refuses, as in FIPS mode; set on all ranks no" in done.stderr
+    )
+
+
 # ---------------------------------------------------------------------------------------- strangers
 # Strangers on the network of a running group: they neither end nor stall it, and learn nothing.
 
