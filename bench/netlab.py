@@ -35,6 +35,7 @@ from pycomm.bench.lab.base import wait as wait
 from pycomm.bench.lab.namespaces import Netlab as Netlab
 from pycomm.bench.lab.rates import UNLIMITED as UNLIMITED
 from pycomm.bench.lab.wan import lab_of
+from pycomm.plan.options import count
 
 
 def open_lab(nodes: int, rate: str, *, paced: bool = False) -> tuple[Lab, str]:
@@ -75,7 +76,7 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--nodes", type=int, default=2, help="network namespaces (2)")
-    add("--ranks-per-node", type=int, default=1, help="(1)")
+    add("--ranks-per-node", type=count, default=1, help="(1)")
     add("--rate", default="200mbit", help="of each node's links (200mbit); the words are below")
     add(
         "--node", type=node_rate, action="append", default=[], help="NODE=RATE: of one that differs"

@@ -19,10 +19,11 @@ from pycomm import _C
 from pycomm.bench.common import arguments
 from pycomm.bench.common.harness import Row, format_size
 from pycomm.bench.common.report import Column, Report
-from pycomm.bench.common.timing import calls_within, in_turns, quantile
+from pycomm.bench.common.timing import calls_within, in_turns
 from pycomm.bench.ops import coded
 from pycomm.codecs import ALIASES
 from pycomm.codecs import codec as parse_codec
+from pycomm.straggler import quantile
 
 SECONDS = 0.3  # of the slowest call at one size
 FEWEST, MOST = 6, 5000  # timed calls
