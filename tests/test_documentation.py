@@ -156,8 +156,8 @@ def test_no_name_is_loaded_before_it_is_used():
 # They run on one rank, in the order of their page, after the names that they use.
 #
 # Not here: pages whose examples have tests of their own (start, policy, README), what needs other
-# packages (trainers but for arrays: `make trainers`), GPUs (gpu) or ranks that die or join (elastic,
-# reliability).
+# packages (trainers but for arrays: `make trainers`), GPUs (gpu) or ranks that die or join
+# (elastic, reliability).
 
 NAMES = """
 import dataclasses

@@ -65,10 +65,9 @@ def some_of(what: str, known: Collection[str]) -> Callable[[str], list[str]]:
 
 
 def fitting(
-    parser: argparse.ArgumentParser, option: str, pattern: str, names: Iterable[str]
+    parser: argparse.ArgumentParser, option: str, pattern: str, known: Collection[str]
 ) -> list[str]:
     """Return the names in which a pattern is found; exit the program if there are none."""
-    known = list(names)
     try:
         found = [name for name in known if re.search(pattern, name)]
     except re.error as error:
