@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 
-from pycomm.bench.common.tables import OtherColumns
 from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.jobs import Failed
 
@@ -53,7 +52,7 @@ def reported(command: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("python -m pycomm.bench: interrupted", file=sys.stderr)
         return 130
-    except (Failed, LabUnavailable, OtherColumns) as error:
+    except (Failed, LabUnavailable) as error:
         what = "the lab cannot be made here: " * isinstance(error, LabUnavailable)
         print(f"python -m pycomm.bench: {what}{error}", file=sys.stderr)
         return 1 if isinstance(error, Failed) else 2

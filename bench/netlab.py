@@ -25,6 +25,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from pycomm.bench.__main__ import reported
 from pycomm.bench.common.arguments import Parser
 from pycomm.bench.lab import rates
 from pycomm.bench.lab.base import Lab as Lab
@@ -110,9 +111,6 @@ def main() -> int:
             lab.stop()
             print(show(lab.traffic()), file=sys.stderr)
             return status
-    except LabUnavailable as error:
-        print(f"netlab: namespaces cannot be made here: {error}", file=sys.stderr)
-        return 2
     except (OSError, ValueError) as error:
         print(f"netlab: {error}", file=sys.stderr)
         return 2
@@ -121,4 +119,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(reported(main))

@@ -11,10 +11,6 @@ Row = dict[str, str]
 RESULTS = Path(__file__).parents[1] / "results"
 
 
-class OtherColumns(ValueError):
-    """A file has a column that the rows do not have."""
-
-
 def read(path: Path) -> list[Row]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
@@ -26,7 +22,7 @@ def append(path: Path, records: Sequence[dict[str, Any]]) -> None:
     A file of an earlier version, which has only some of the columns, gets the others, empty.
 
     Raises:
-        OtherColumns: the file has a column that the rows do not have.
+        ValueError: the file has a column that the rows do not have.
     """
     columns = list(records[0])
     header: list[str] = []
@@ -35,7 +31,7 @@ def append(path: Path, records: Sequence[dict[str, Any]]) -> None:
             header = next(csv.reader(file), [])
     strange = sorted(set(header) - set(columns))
     if strange:
-        raise OtherColumns(f"{path} has other columns ({', '.join(strange)}): use another file")
+        raise ValueError(f"{path} has other columns ({', '.join(strange)}): use another file")
     if header != columns:
         write(path, columns, read(path) if header else [])
     with path.open("a", newline="") as file:

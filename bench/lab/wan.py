@@ -165,8 +165,6 @@ def parse(text: str) -> tuple[str, Shape | None]:
         ValueError: the text has another form.
     """
     rate, *far = text.split("@")
-    if len(far) > 2:
-        raise ValueError(f"cannot read the rate {text!r}: want at most 200mbit@60ms@0.1%")
     rates.parse(rate)
     loss = units.parse_share(far[1]) if len(far) > 1 else 0.0
     return rate, Shape(delay=round_trip(far[0]) / 2, loss=loss) if far else None

@@ -233,8 +233,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         options.chosen = [steady[label] for label in found]
     else:
         options.chosen = methods_of(options.methods, options.backend)
-    modelled = stand_in.CODECS.keys() & options.methods
-    if not (modelled if options.stand_in else options.chosen):
+    if not (stand_in.CODECS.keys() & options.methods if options.stand_in else options.chosen):
         parser.error(f"none of --methods {','.join(options.methods)} is for this backend")
     options.model = options.model or ("124m" if options.stand_in else small)
     return options
