@@ -10,8 +10,12 @@ python -m pycomm.bench report
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
+
+from pycomm.bench.lab.base import LabUnavailable
+from pycomm.bench.lab.jobs import Failed
 
 # Subcommands, and what they do; the rest are collectives.
 SUBCOMMANDS = {
@@ -38,11 +42,20 @@ python -m pycomm.bench OP --help has the options of each; docs/bench.md the colu
 
 
 def main(argv: Sequence[str]) -> int:
+    return reported(partial(run, argv))
+
+
+def reported(command: Callable[[], int]) -> int:
+    """Run a command and return its exit status; what stops it is told without a traceback."""
     try:
-        return run(argv)
+        return command()
     except KeyboardInterrupt:
         print("python -m pycomm.bench: interrupted", file=sys.stderr)
         return 130
+    except (Failed, LabUnavailable) as error:
+        what = "the lab cannot be made here: " * isinstance(error, LabUnavailable)
+        print(f"python -m pycomm.bench: {what}{error}", file=sys.stderr)
+        return 1 if isinstance(error, Failed) else 2
     except OSError as error:
         if error.filename is None:
             raise

@@ -13,24 +13,28 @@ from __future__ import annotations
 
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pycomm.bench import netlab
+from pycomm.bench.__main__ import reported
 from pycomm.bench.common import accelerator, tables
 from pycomm.bench.common.arguments import Parser
 from pycomm.bench.common.harness import Origin
 from pycomm.bench.figures import charts
 from pycomm.bench.figures.drawing import save
-from pycomm.bench.lab import jobs
+from pycomm.bench.lab import jobs, rates
 from pycomm.bench.training.methods import Method
 from pycomm.bench.training.results import DEMO_HEAD as HEAD
 from pycomm.bench.training.results import demo_cells
 from pycomm.bench.training.train import Config, parameters, ranks_train
 from pycomm.plan import show
+from pycomm.plan.options import count, shown
 from pycomm.units import format_rate, parse_rate
 
 FEWEST = 4
@@ -158,13 +162,15 @@ def records(
     ]
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="python -m pycomm.bench.demo", description=__doc__)
-    parser.add_argument("--rate", default="200mbit", help="of the link, as tc writes it")
-    parser.add_argument("--steps", type=int, default=Config.steps)
+    one = shown(lambda text: rates.parse(text) and parse_rate(text) and text)
+    parser.add_argument("--rate", type=one, default="200mbit", help="of the link, as tc writes it")
+    parser.add_argument("--steps", type=count, default=Config.steps)
     parser.add_argument("--out", type=Path, default=Path("demo-out"), help="folder for pictures")
     parser.add_argument("--csv", type=Path, help="append the table to this file, too")
-    args = parser.parse(sys.argv[1:])
+    args = parser.parse(argv)
+    import_module("matplotlib")  # which draws at the end
     origin = Origin.here(args.command)
     cuda = bool(accelerator.kind())
     origin = replace(origin, device=accelerator.describe() if cuda else origin.device)
@@ -178,17 +184,13 @@ def main() -> int:
         if reason:
             print(f"no namespaces: {reason}")
             print("Gloo is left out: it cannot be slowed down without them", flush=True)
-        try:
-            jobs.ask(
-                lab,
-                ranks_train,
-                *(config, methods, accelerator.kind() if cuda else "cpu"),
-                env={"NCCL_SOCKET_IFNAME": lab.interface},
-                heard=partial(hear, done, config.steps),
-            )
-        except jobs.Failed as error:
-            print(error)
-            return 1
+        jobs.ask(
+            lab,
+            ranks_train,
+            *(config, methods, accelerator.kind() if cuda else "cpu"),
+            env={"NCCL_SOCKET_IFNAME": lab.interface},
+            heard=partial(hear, done, config.steps),
+        )
     head, *body = rows(done)
     link = format_rate(parse_rate(args.rate)[0])
     show.table(head, body, f"2 ranks on {origin.device}, {link}, {config.steps} steps", words=1)
@@ -196,19 +198,16 @@ def main() -> int:
         print(line)
 
     made = records(done, lab, config, origin)
-    if args.csv:
-        tables.append(args.csv, made)
     table = args.out / "demo.csv"
     table.unlink(missing_ok=True)
     tables.append(table, made)
     picture = args.out / "loss.png"
     save(charts.loss(tables.read(table)), picture)
     print(f"files: {table.resolve()}\n       {picture.resolve()}")
+    if args.csv:
+        tables.append(args.csv, made)
     return 0
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(reported(partial(main, sys.argv[1:])))

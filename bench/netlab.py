@@ -25,6 +25,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from pycomm.bench.__main__ import reported
 from pycomm.bench.common.arguments import Parser
 from pycomm.bench.lab import rates
 from pycomm.bench.lab.base import Lab as Lab
@@ -35,6 +36,7 @@ from pycomm.bench.lab.base import wait as wait
 from pycomm.bench.lab.namespaces import Netlab as Netlab
 from pycomm.bench.lab.rates import UNLIMITED as UNLIMITED
 from pycomm.bench.lab.wan import lab_of
+from pycomm.plan.options import count
 
 
 def open_lab(nodes: int, rate: str, *, paced: bool = False) -> tuple[Lab, str]:
@@ -75,7 +77,7 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--nodes", type=int, default=2, help="network namespaces (2)")
-    add("--ranks-per-node", type=int, default=1, help="(1)")
+    add("--ranks-per-node", type=count, default=1, help="(1)")
     add("--rate", default="200mbit", help="of each node's links (200mbit); the words are below")
     add(
         "--node", type=node_rate, action="append", default=[], help="NODE=RATE: of one that differs"
@@ -109,9 +111,6 @@ def main() -> int:
             lab.stop()
             print(show(lab.traffic()), file=sys.stderr)
             return status
-    except LabUnavailable as error:
-        print(f"netlab: namespaces cannot be made here: {error}", file=sys.stderr)
-        return 2
     except (OSError, ValueError) as error:
         print(f"netlab: {error}", file=sys.stderr)
         return 2
@@ -120,4 +119,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(reported(main))

@@ -250,11 +250,12 @@ def main(argv: Sequence[str]) -> int:
     add("--peers", default="", help="only those in whose name this pattern is found")
     arguments.add_csv(parser)
     options = parser.parse(argv)
+    known = {peer.method.label: peer for peer in PEERS}
+    peers = arguments.fitting(parser, "--peers", options.peers, known)
     output = Report(COLUMNS, options)
     output.header()
-    peers = [peer for peer in PEERS if re.search(options.peers, peer.method.label)]
     whole = []
-    for peer in peers:
+    for peer in map(known.__getitem__, peers):
         row = losses(peer)
         output.add(row)
         if not row["broke"]:

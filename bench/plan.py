@@ -236,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
     parser = arguments.Parser(prog="python -m pycomm.bench plan", description=__doc__)
     add = parser.add_argument
     what = "comma-separated; with round trip and loss: 200mbit@60ms@0.1%%"
-    add("--rate", type=arguments.listed(), default="100mbit,1gbit,10gbit", help=what)
+    add("--rate", type=arguments.far_rates, default="100mbit,1gbit,10gbit", help=what)
     add("--ranks", type=arguments.counts, default="2", help="comma-separated, each with a core")
     what = "of all-reduces, comma-separated"
     add("--size", type=arguments.sizes, default="1M,4M,16M,64M", help=what)

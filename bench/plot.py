@@ -18,9 +18,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pycomm.bench.__main__ import reported
 from pycomm.bench.common import tables
 from pycomm.bench.common.arguments import Parser, one_of
 from pycomm.bench.common.harness import MEASURED, Origin
@@ -163,4 +165,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(reported(partial(main, sys.argv[1:])))

@@ -165,7 +165,8 @@ def check_takes_hook(model: DistributedDataParallel) -> None:
     if hooks and isinstance(hooks[0][1], CompressionState):
         raise Error(
             "this model is compressed already: change its codec by set_policy() of that state, "
-            "which pycomm.compress returned, and pycomm.state_of(model) does"
+            "which pycomm.compress returned, and pycomm.state_of(model) does; under pycomm.run "
+            "--codec leave out this line"
         )
     if hooks:
         hook = hooks[0][0].__qualname__

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import socket
 import threading
 import time
@@ -261,9 +262,9 @@ class RankStats:
 
 
 def quantile(values: Iterable[float], q: float) -> float:
-    """Return the value that a share q of the values do not exceed."""
+    """Return the smallest value that a share q of the values do not exceed."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+    return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
 
 
 def rank_stats(

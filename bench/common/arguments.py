@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -10,9 +11,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pycomm import _C
-from pycomm.arguments import nearest
+from pycomm.arguments import guess, nearest
 from pycomm.bench.common import harness
 from pycomm.bench.lab import rates as link_rates
+from pycomm.bench.lab import wan
 from pycomm.plan.options import shown
 
 
@@ -62,15 +64,24 @@ def some_of(what: str, known: Collection[str]) -> Callable[[str], list[str]]:
     return shown(lambda text: _once([check(word) for word in text.split(",")], text))
 
 
+def fitting(
+    parser: argparse.ArgumentParser, option: str, pattern: str, known: Collection[str]
+) -> list[str]:
+    """Return the names in which a pattern is found; exit the program if there are none."""
+    try:
+        found = [name for name in known if re.search(pattern, name)]
+    except re.error as error:
+        parser.error(f"{option} {pattern!r} is no pattern: {error}")
+    if not found:
+        meant = guess(pattern, known)
+        parser.error(f"{option} {pattern!r} fits none of these: {meant}{'; '.join(known)}")
+    return found
+
+
 def all_or_one_of(what: str, known: Collection[str]) -> Callable[[str], list[str]]:
     """Return an argparse type that accepts one of the known words, or "all" for each of them."""
     check = one_of(what, [*known, "all"])
     return lambda text: list(known) if check(text) == "all" else [text]
-
-
-def _rate(text: str) -> str:
-    link_rates.parse(text)
-    return text
 
 
 def _count(text: str) -> int:
@@ -81,8 +92,9 @@ def _count(text: str) -> int:
 
 size, sizes = shown(harness.parse_size), listed(harness.parse_size)
 count, counts = shown(_count), listed(_count)
-rates = listed(_rate)
-"""links' rates, as netlab takes them"""
+rates = listed(lambda text: link_rates.parse(text) and text)
+far_rates = listed(lambda text: wan.parse(text) and text)
+"""links' rates, as netlab takes them; far ones also with a round trip and a loss"""
 
 
 @shown
@@ -124,7 +136,7 @@ def checked_sizes(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     """Return the sizes of -b, -e and -f; exit the program if they are inconsistent."""
     if options.last < options.first:
         parser.error(f"-e {options.last} is smaller than -b {options.first}")
-    if options.factor <= 1:
+    if not 1 < options.factor < math.inf:
         parser.error(f"-f {options.factor:g} must be larger than 1")
     return list(harness.sizes(options.first, options.last, options.factor))
 

@@ -20,6 +20,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from pycomm import _C
 from pycomm.bench.common import tables
 from pycomm.env import given
 
@@ -80,8 +81,6 @@ class Origin:
     @classmethod
     def here(cls, command: str) -> Origin:
         """Return the origin of this process; PYCOMM variables that are set precede the command."""
-        from pycomm import _C
-
         ours = {k: v for k, v in given().items() if k not in UNTOLD}
         # Whoever repeats the command has another folder.
         command = re.sub(r"(?<=[ =])/\S*/(?=bench/results/)", "", command)

@@ -1,15 +1,14 @@
 """How calls are timed here: peers in turns, each after calls that do not count.
 
 Other load on the machine then affects all peers alike. What is reported is a quantile of a call's
-samples (`quantile`), and between ranks the samples are those of the slowest one.
+samples, and between ranks the samples are those of the slowest one.
 """
 
 from __future__ import annotations
 
 import gc
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 Name = TypeVar("Name")
@@ -62,9 +61,3 @@ def calls_within(seconds: float, slowest: float, fewest: int, most: int) -> int:
         fewest, most: the bounds.
     """
     return max(fewest, min(most, int(seconds / max(slowest, 1e-9))))
-
-
-def quantile(samples: Sequence[float], q: float) -> float:
-    """Return the smallest sample that is >= a share q of all samples."""
-    ordered = sorted(samples)
-    return ordered[max(0, math.ceil(q * len(ordered)) - 1)]

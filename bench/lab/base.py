@@ -44,8 +44,6 @@ class Lab:
     interface = "lo"
     master = "127.0.0.1"
     congestion = "of the system"
-    timed = True
-    """Times are measured, so that no processor may idle. Else ranks leave the machine to others."""
 
     def __init__(self, nodes: int, rate: str) -> None:
         self.nodes, self.rate = nodes, rate
@@ -116,7 +114,7 @@ class Lab:
 
     def _keep_cores_busy(self) -> None:
         """Keep all processors from idling until the ranks are stopped, if links have a rate."""
-        if self.timed and self.rate != UNLIMITED and self._busy is None:
+        if self.rate != UNLIMITED and self._busy is None:
             command = [sys.executable, "-I", "-S", busy_cores.__file__, str(os.getpid())]
             self._busy = subprocess.Popen(command)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from pycomm import units
+from pycomm.bench.lab import rates
 from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.namespaces import Netlab
 from pycomm.bench.lab.rates import Rate
@@ -157,19 +158,27 @@ def _rate_line(node: int, rate: Rate) -> str:
     return f"rate {node} {sent} {received}"
 
 
-def lab_of(nodes: int, rate: str, **options: Any) -> Netlab:
-    """Return a lab whose links have a rate, or also a round trip and a loss (rates.py).
-
-    Args:
-        nodes, options: as of `Netlab`.
-        rate: the text.
+def parse(text: str) -> tuple[str, Shape | None]:
+    """Return the rate of links, and their delay and loss if they have them (rates.py).
 
     Raises:
         ValueError: the text has another form.
     """
-    rate, *far = rate.split("@")
-    if not far:
-        return Netlab(nodes, rate, **options)
+    rate, *far = text.split("@")
+    rates.parse(rate)
     loss = units.parse_share(far[1]) if len(far) > 1 else 0.0
-    shape = Shape(delay=round_trip(far[0]) / 2, loss=loss)
-    return WanLab(nodes, rate, shape=shape, **options)
+    return rate, Shape(delay=round_trip(far[0]) / 2, loss=loss) if far else None
+
+
+def lab_of(nodes: int, rate: str, **options: Any) -> Netlab:
+    """Return a lab whose links have a rate, or also a round trip and a loss.
+
+    Args:
+        nodes, options: as of `Netlab`.
+        rate: the text, as of `parse`.
+
+    Raises:
+        ValueError: the text has another form.
+    """
+    rate, shape = parse(rate)
+    return WanLab(nodes, rate, shape=shape, **options) if shape else Netlab(nodes, rate, **options)

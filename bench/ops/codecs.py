@@ -11,7 +11,6 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 
@@ -19,10 +18,11 @@ from pycomm import _C
 from pycomm.bench.common import arguments
 from pycomm.bench.common.harness import Row, format_size
 from pycomm.bench.common.report import Column, Report
-from pycomm.bench.common.timing import calls_within, in_turns, quantile
+from pycomm.bench.common.timing import calls_within, in_turns
 from pycomm.bench.ops import coded
 from pycomm.codecs import ALIASES
 from pycomm.codecs import codec as parse_codec
+from pycomm.straggler import quantile
 
 SECONDS = 0.3  # of the slowest call at one size
 FEWEST, MOST = 6, 5000  # timed calls
@@ -135,24 +135,18 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-@contextmanager
-def _on_one_core() -> Iterator[None]:
-    cores = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {max(cores)})
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, cores)
-
-
 def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     chosen, sizes = specs(options.codec or []), options.sizes
     report = Report(COLUMNS, options)
-    with _on_one_core():
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
         origin = report.origin
         report.header(f"codecs on one core of {origin.device}, {origin.simd}", origin.command)
         for size, spec in itertools.product(sizes, chosen):
             for row in measure(spec, size):
                 report.add(row)
+    finally:
+        os.sched_setaffinity(0, cores)
     return 0

@@ -52,10 +52,11 @@ def columns(options: argparse.Namespace) -> list[Column]:
 
 
 def rank_main(options: argparse.Namespace, rank: int, ranks: int) -> int:
-    member = Rank(options, rank, ranks, at_master(rank, _C.CommunicatorOptions()))
     device = accelerator.describe() if options.device == "cuda" else ""
     shown = [] if options.explain else columns(options)
+    # Before the rank is pinned to one of the cores that rows name.
     report = Report(shown, options, quiet=rank != 0, device=device)
+    member = Rank(options, rank, ranks, at_master(rank, _C.CommunicatorOptions()))
     origin = report.origin
     connections = [f"{b.name}: {b.describe()}" for b in member.backends]
     where = f"{origin.device}, {origin.cores} cores, commit {origin.commit or 'unknown'}"

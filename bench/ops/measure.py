@@ -18,11 +18,12 @@ from pycomm import _C
 from pycomm.bench.common import arguments, harness
 from pycomm.bench.common.harness import Row
 from pycomm.bench.common.report import Report
-from pycomm.bench.common.timing import calls_within, in_turns, quantile
+from pycomm.bench.common.timing import calls_within, in_turns
 from pycomm.bench.ops import backends, coded
 from pycomm.bench.ops.operations import OPERATIONS, Case, Run, make_case
 from pycomm.communicator import Communicator
 from pycomm.env import host
+from pycomm.straggler import quantile
 
 SECONDS = 0.5  # time budget of the slowest backend at one size, unless -n is given
 FEWEST, MOST = 20, 5000  # iterations

@@ -24,7 +24,6 @@ step; `--trace` has when each stage is busy.
 from __future__ import annotations
 
 import argparse
-import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -208,7 +207,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     known = arguments.some_of("method", NAMES)
     add("--methods", type=known, default=some, help=f"of {', '.join(NAMES)} ({', '.join(some)})")
     what = "instead: methods of `bench training` in whose label this pattern is found"
-    add("--trainings", metavar="PATTERN", type=re.compile, help=what)
+    add("--trainings", metavar="PATTERN", help=what)
     add("--rounds", type=arguments.count, default=2, help="turns of every method on a link (2)")
     what = "of timed steps a turn, but at least two (1)"
     add("--turn-seconds", type=positive, default=1.0, help=what)
@@ -227,6 +226,15 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("want at least two --nodes, and one rank on each")
     if options.check and not options.stand_in:
         parser.error("--check belongs to --stand-in")
+    if options.trainings is not None:
+        # Not those whose codec changes over the steps, so that step times vary.
+        steady = {m.label: m for m in METHODS if " " not in m.codec + m.momentum}
+        found = arguments.fitting(parser, "--trainings", options.trainings, steady)
+        options.chosen = [steady[label] for label in found]
+    else:
+        options.chosen = methods_of(options.methods, options.backend)
+    if not (stand_in.CODECS.keys() & options.methods if options.stand_in else options.chosen):
+        parser.error(f"none of --methods {','.join(options.methods)} is for this backend")
     options.model = options.model or ("124m" if options.stand_in else small)
     return options
 
@@ -239,12 +247,7 @@ def main(argv: Sequence[str]) -> int:
         take, device = modelled.steps, "stand-in for an H200"
     else:
         kind = accelerator.kind() or "cpu"
-        chosen = methods_of(options.methods, options.backend)
-        if options.trainings:
-            # Not those whose codec changes over the steps, so that step times vary.
-            steady = [m for m in METHODS if " " not in m.codec + m.momentum]
-            chosen = [m for m in steady if options.trainings.search(m.label)]
-        modelled, take = None, partial(steps, name, config, chosen, options, kind)
+        modelled, take = None, partial(steps, name, config, options.chosen, options, kind)
         device = "" if kind == "cpu" else accelerator.describe()
     report = Report(COLUMNS, options, device=device)
     report.header(f"{report.origin.device}, torch {torch.__version__}, {name}")

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from pycomm.bench.common.harness import Row
+from pycomm.bench.lab.jobs import Failed
 from pycomm.bench.step import FULL, Pace, wire_seconds
 from pycomm.bench.training.methods import Method
 from pycomm.bench.training.results import describe
@@ -294,15 +295,15 @@ def record(config: Config, jobs: Sequence[dict[str, str]]) -> list[Recorded]:
     """Return what the hooks ask of the device in each job: the recorder's arguments but buckets.
 
     Raises:
-        RuntimeError: the recorder has failed, or this is no checkout.
+        Failed: the recorder has failed, or this is no checkout.
     """
     if not (ROOT / "tests").is_dir():
-        raise RuntimeError("--stand-in runs on the device of the tests: use a checkout of pycomm")
+        raise Failed("--stand-in runs on the device of the tests: use a checkout of pycomm")
     shapes = {"buckets": buckets(config)}
     command = [sys.executable, "-m", RECORDER, *(json.dumps(job | shapes) for job in jobs)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"the stand-in has failed:\n{done.stderr}")
+        raise Failed(f"the stand-in has failed:\n{done.stderr}")
     return [Recorded.parse(line) for line in done.stdout.splitlines()]
 
 

@@ -25,6 +25,7 @@ import pycomm
 from pycomm.bench.common import accelerator
 from pycomm.bench.common.report import Column, Report
 from pycomm.bench.common.timing import in_turns
+from pycomm.bench.step.rank import Clock
 from pycomm.bench.training.train import MODELS, Config, Transformer
 
 SETTLE = 17  # steps before the second moments are exchanged every 16 steps at most
@@ -65,7 +66,7 @@ def measure(optimizer: str, name: str, config: Config, device: str) -> dict[str,
         state.end_step()
 
     calls = {"fused": fused.step, "hook": hook, "step": coded.step}
-    clock = time.thread_time if device == "cpu" else _device_time
+    clock = time.thread_time if device == "cpu" else Clock(torch.device(device))
     samples = in_turns(calls, SETTLE + STEPS, settle=0, clock=clock, before=fill)
     turns = list(zip(*(times[SETTLE:] for times in samples.values()), strict=True))
     middle = {f"{call}_seconds": statistics.median(samples[call][SETTLE:]) for call in calls}
@@ -79,12 +80,6 @@ def measure(optimizer: str, name: str, config: Config, device: str) -> dict[str,
         "ratio": statistics.median((hook + step) / fused for fused, hook, step in turns),
         "rounds": STEPS,
     }
-
-
-def _device_time() -> float:
-    """Return the time at which the GPU has done its work."""
-    torch.accelerator.synchronize()
-    return time.perf_counter()
 
 
 COLUMNS = (

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from pycomm.arguments import guess
 from pycomm.bench.common import arguments
 from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.common.report import Column, Report
@@ -95,24 +93,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if 0 in options.ranks:
         parser.error("--ranks 0 starts nothing: want at least 1")
     known = {method.label: method for method in METHODS}
-    labels = _found(parser, "--methods", options.methods, suite.METHODS if options.suite else known)
+    names = suite.METHODS if options.suite else known
+    labels = arguments.fitting(parser, "--methods", options.methods, names)
     options.methods = labels if options.suite else [known[label] for label in labels]
-    options.tasks = _found(parser, "--tasks", options.tasks, TASKS)
+    options.tasks = arguments.fitting(parser, "--tasks", options.tasks, TASKS)
     return options
-
-
-def _found(
-    parser: argparse.ArgumentParser, option: str, pattern: str, names: Iterable[str]
-) -> list[str]:
-    """Return the names in which a pattern is found."""
-    try:
-        found = [name for name in names if re.search(pattern, name)]
-    except re.error as error:
-        parser.error(f"{option} {pattern!r} is no pattern: {error}")
-    if not found:
-        meant = guess(pattern, list(names))
-        parser.error(f"{option} {pattern!r} fits none of these: {meant}{'; '.join(names)}")
-    return found
 
 
 def main(argv: Sequence[str]) -> int:

@@ -55,7 +55,8 @@ def refuse_second(wrapper: nn.Module, what: str) -> None:
     """
     if state_in(wrapper) is not None:
         raise Error(
-            f"this {what} is compressed already: change its codec by set_policy() of that state"
+            f"this {what} is compressed already: change its codec by set_policy() of that state; "
+            "under pycomm.run --codec leave out this line"
         )
 
 

@@ -85,6 +85,7 @@ def test_what_is_wrong_is_quoted(text, wrong):
         (["--rate", "1gbit@-3ms"], "cannot read the round trip '-3ms': want a time with a unit"),
         (["--rate", "1gbit@61s"], "the round trip 61s is impossible: want 0 to 60s"),
         (["--rate", "1gbit,1gbit@1ms"], "with delay or loss a node has one link"),
+        (["--ranks-per-node", "0"], "'0': want a whole number above 0"),
     ],
 )
 def test_bad_input_gets_one_line_and_status_2(options, problem):

@@ -18,7 +18,7 @@ import pycomm
 from pycomm import _C
 from pycomm.bench import __main__ as cli
 from pycomm.bench.__main__ import main
-from pycomm.bench.common import arguments, harness
+from pycomm.bench.common import arguments, harness, tables
 from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.ops import codecs, coded, collectives, measure
 from pycomm.bench.ops.backends import Core, coded_run
@@ -134,6 +134,8 @@ def test_all_reduce_rows(tmp_path, rows_of, ranks, factor):
         outcome = bench(*words.split())
         assert outcome.returncode == 0, outcome.stderr
         rows = read(tmp_path / "out.csv")
+        cores = {line["cores"] for line in tables.read(tmp_path / "out.csv")}
+        assert cores == {str(len(os.sched_getaffinity(0)))}  # of the machine: a rank has one
     else:
         rows = rows_of("three ranks", "all_reduce")
     assert [row["size"] for row in rows] == [8, 128, 2048]  # as nccl-tests: no size is larger
@@ -296,6 +298,7 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["all_redcue"], "did you mean all_reduce? Use one of all_reduce, reduce_scatter,"),
         (["all_reduce", "-b", "8K", "-e", "8"], "smaller than"),
         (["all_reduce", "-f", "1"], "larger than 1"),
+        (["all_reduce", "-f", "nan"], "larger than 1"),
         (["all_reduce", "-p", "0"], "want at least 1"),
         (["all_reduce", "--backend", "nccl"], "--backend nccl is not for --device cpu"),
         (["all_reduce", "--backend", "glo"], "did you mean gloo? Use one of pycomm, pycomm-shared"),
@@ -307,7 +310,11 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["all_reduce", "--codec", "int8", "--backend", "gloo"], "is for backends of pycomm"),
         (["training", "--models", "dmeo"], "did you mean demo?"),
         (["step", "--rate", "fast"], "cannot read the rate 'fast'"),
+        (["step", "--trainings", "nothing"], "'nothing' fits none of these: Gloo, fp32;"),
+        (["step", "--methods", "fp16", "--backend", "pycomm"], "none of --methods fp16 is for"),
         (["step", "--model", "7b"], "there is no model '7b'"),
+        (["peers", "--peers", "nothing"], "'nothing' fits none of these: DDP on Gloo"),
+        (["plan", "--rate", "1gbit@3"], "cannot read the round trip '3'"),
         (["training", "--methods", "pycomm int4"], "did you mean 'pycomm, int4'? Gloo, fp32;"),
     ],
 )
