@@ -105,13 +105,10 @@ SETTLED = 0.25
 """The share of the samples in which everything that is made once has been made."""
 GROWTH = {"rss_kib": 512.0, "shared_kib": 512.0, "heap_kib": 512.0, "private_kib": 1024.0}
 """KiB per 100 events by which memory may grow. What the allocator has given out grows by 30 at
-most, and by 2500 where one group in each event is not given back; what is resident settles slowly
-(`TOUCHED`)."""
+most, and by 2500 where one group in each event is not given back; what is resident settles slowly:
+in runs of a few minutes it may grow by more than is allowed."""
 ENOUGH = 12
 """Samples from which on a slope says something."""
-TOUCHED = 150
-"""Events in which a process touches most of what it has mapped: 12 MiB of libraries' code, arenas
-and stacks, while its heap stays as it is. What is resident is judged after them."""
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
@@ -127,13 +124,12 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
 def growths(samples: Sequence[Sample]) -> dict[str, float]:
     """KiB per 100 events by which the process's memory grows, when it has settled."""
     late = samples[int(SETTLED * len(samples)) :]
-    found = {}
-    for name in (name for name in GROWTH if name in samples[0].held):
-        judged = [one for one in late if name != "rss_kib" or one.events > TOUCHED]
-        if name != "rss_kib" or len(judged) >= ENOUGH:
-            events = [float(one.events) for one in judged]
-            found[name] = 100 * slope(events, [float(one.held[name]) for one in judged])
-    return found
+    events = [float(sample.events) for sample in late]
+    return {
+        name: 100 * slope(events, [float(sample.held[name]) for sample in late])
+        for name in samples[0].held
+        if name in GROWTH
+    }
 
 
 def breaches(samples: Sequence[Sample]) -> list[str]:

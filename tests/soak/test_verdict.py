@@ -5,27 +5,18 @@ from __future__ import annotations
 import pytest
 
 from tests.soak.__main__ import ELDER, FAULTS, draw
-from tests.soak.held import (
-    COUNTS,
-    GROWTH,
-    MEMORY,
-    TOUCHED,
-    Sample,
-    breaches,
-    growths,
-    held_at_rest,
-)
+from tests.soak.held import COUNTS, GROWTH, MEMORY, Sample, breaches, growths, held_at_rest
 
 
-def samples(before: int = TOUCHED, **at: dict[int, int]) -> list[Sample]:
-    """Forty cases after others that hold as much as ever; `at` adds to a name from a case on."""
+def samples(**at: dict[int, int]) -> list[Sample]:
+    """Forty cases that hold as much as ever; `at` adds to a name from a case on."""
     made = []
     for case in range(40):
         held = dict.fromkeys((*MEMORY, *COUNTS), 1000)
         held["rss_kib"] += case % 2 * 100  # as memory does
         for name, more in at.items():
             held[name] += sum(n for first, n in more.items() if case >= first)
-        made.append(Sample(before + case + 1, held))
+        made.append(Sample(case + 1, held))
     return made
 
 
@@ -49,12 +40,6 @@ def test_memory_that_grows_is_found(name):
     more = int(1.5 * GROWTH[name] / 100)
     (found,) = breaches(samples(**{name: dict.fromkeys(range(40), more)}))
     assert found.startswith(f"{name} grows by")
-
-
-def test_what_is_resident_is_judged_when_all_was_touched():
-    more = dict.fromkeys(range(40), 100)
-    assert breaches(samples(before=TOUCHED - 30, rss_kib=more)) == []
-    assert breaches(samples(before=0, heap_kib=more)) != []
 
 
 @pytest.mark.parametrize("joins", [False, True])
