@@ -414,12 +414,16 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
 WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
   const Call call("pycomm:barrier", OpType::BARRIER, opts);
   Staging staging(*this, call);
-  // Torch names the CPU where a group has it, whatever device the group works on.
+  // Torch names the CPU where a group has it, and else a type without a number, whatever device the
+  // group works on.
   const auto used = engine()->used_device();
-  if (opts.device && !opts.device->is_cpu()) {
+  const bool named = opts.device && !opts.device->is_cpu();
+  if (named && opts.device->has_index()) {
     staging.follow(*opts.device);
   } else if (used) {
     staging.follow(*used);
+  } else if (named) {
+    staging.follow(c10::impl::VirtualGuardImpl(opts.device->type()).getDevice());
   }
   return issue(call, {}, staging, [=](Communicator& comm) { comm.barrier(call.timeout); });
 }

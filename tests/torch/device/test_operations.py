@@ -79,6 +79,11 @@ def operations(rank: int, ranks: int) -> dict[str, tuple[Any, ...]]:
             integers(rank, 77, dtype=torch.bfloat16),
         ),
         "premultiplied": (partial(reduce, op=dist._make_nccl_premul_sum(0.5)), integers(rank, 12)),
+        "conjugated": (
+            lambda z: reduce(z.conj()),
+            torch.complex(integers(rank, 30), integers(rank + 1, 30)),
+        ),
+        "negated": (lambda x: reduce(torch._neg_view(x)), integers(rank, 30)),
         "broadcast": (partial(dist.broadcast, src=1), integers(rank, 5, 3)),
         "reduce": (partial(dist.reduce, dst=1), integers(rank, 300)),
         "gather": (
@@ -504,6 +509,15 @@ def test_tensors_must_be_on_one_device(rank, ranks):
     x = torch.ones(3, device="fakegpu:1")
     dist.all_reduce(x)
     assert x.cpu().eq(ranks).all()
+
+
+@on_fakes("held", group=f"{FAKE}:pycomm")
+def test_a_barrier_of_a_group_without_the_cpu_waits_for_deliveries(rank, ranks):
+    """Torch then names the type of the device, and no number."""
+    for _ in range(5):
+        work = dist.all_reduce(torch.ones((3 << 20) + 5, device=FAKE), async_op=True)
+        dist.barrier()
+        assert work.is_completed()
 
 
 @on_fakes("held")
