@@ -85,9 +85,7 @@ class Feedback:
         An exact codec has no error. The error of an unbiased codec is not kept either, except with
         momentum, whose state is more than an error.
         """
-        return codec not in (EXACT, Lossless()) and (
-            not codec.unbiased or self.kind == "momentum"
-        )
+        return codec not in (EXACT, Lossless()) and (not codec.unbiased or self.kind == "momentum")
 
     @classmethod
     def of(cls, what: bool | str | Feedback | None) -> Feedback | None:

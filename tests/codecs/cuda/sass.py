@@ -219,8 +219,8 @@ def arguments_of(spec: str, op: str) -> dict[str, bytes]:
     Args:
         spec: of the codec.
         op: ``encode`` and ``decode``; ``encode_feedback`` with a residual of float32, and
-            ``encode_int8`` of int8; ``own``, as the former, of the average of one contribution by 2.
-            None of another call is known.
+            ``encode_int8`` of int8; ``own``, as the first of these, of the average of one
+            contribution by 2. None of another call is known.
     """
     if op not in ("encode", "decode", *STORAGES):
         return {}
