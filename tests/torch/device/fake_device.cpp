@@ -488,12 +488,12 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     if (neg) target.neg_();
   };
   const std::lock_guard<std::mutex> call(driver());
-  worker(stream).queue([source = view_of(from), target = view_of(to), outside = to.is_cpu(),
-                        finish]() mutable {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    target.copy_(source);
-    if (!outside) finish();
-  });
+  worker(stream).queue(
+      [source = view_of(from), target = view_of(to), outside = to.is_cpu(), finish]() mutable {
+        const at::AutoDispatchBelowADInplaceOrView below_autograd;
+        target.copy_(source);
+        if (!outside) finish();
+      });
   bool queued = !full;
   for (const at::Tensor& side : {from, to}) {
     if (!side.is_cpu()) continue;
