@@ -578,12 +578,12 @@ void code_among_peers(const CodedCall& coded_call, PeerRoute& route, const at::T
 
 std::string Backend::why_no_peers(c10::Device device) {
   const auto engine = this->engine();
-  const std::string why = engine->why_no_peers(device, PeerRoute::Kind::exact);
-  return why.empty() ? engine->why_no_peers(device, PeerRoute::Kind::coded) : why;
+  const std::string why = engine->peers(device).why;
+  return why.empty() ? engine->peers(device, PeerRoute::Kind::coded).why : why;
 }
 
 size_t Backend::most_payload_bytes(c10::Device device) {
-  const auto route = engine()->peers(device, PeerRoute::Kind::coded);
+  const auto route = engine()->peers(device, PeerRoute::Kind::coded).route;
   return route ? route->most_payload_bytes() : 0;
 }
 
@@ -611,8 +611,8 @@ intrusive_ptr<Work> Backend::compressed(Op op, const at::Tensor& output, const a
   const auto engine = this->engine();
   const CodedCall coded_call{op, output, input, layout, std::move(pieces), step};
   if (!output.is_cpu()) {
-    const auto route = engine->peers(output.device())
-                           ? engine->peers(output.device(), PeerRoute::Kind::coded)
+    const auto route = engine->peers(output.device()).route
+                           ? engine->peers(output.device(), PeerRoute::Kind::coded).route
                            : nullptr;
     if (!route)
       arguments_.fail(call, "on " + output.device().str() +

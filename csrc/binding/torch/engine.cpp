@@ -236,7 +236,7 @@ Engine::RouteOrReason Engine::open_peers(c10::Device device, PeerRoute::Kind kin
   return {opened.route, ""};
 }
 
-Engine::RouteOrReason Engine::peers_or_reason(c10::Device device, PeerRoute::Kind kind) {
+Engine::RouteOrReason Engine::peers(c10::Device device, PeerRoute::Kind kind) {
   return with_python_errors([&] {
     const WithoutGil without_gil;
     const std::lock_guard<std::mutex> opening(opening_mutex_);
