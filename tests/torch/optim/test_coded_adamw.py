@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
@@ -13,8 +14,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm import _C
 from pycomm.feedback import storage
-from tests.compiling import run_preloaded
 from tests.torch.harness import Chosen, all_equal, equal, values, whole
 from tests.torch.optim import table
 from tests.torch.optim.plain_moment import PlainRanks, shortened
@@ -350,39 +351,24 @@ def test_overflowing_squares_leave_ranks_alike(pool, which, refresh):
 
 # ---------------------------------------------------------------- threads
 
-ONE_MORE = r"""
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <pthread.h>
-#include <stdlib.h>
 
-int pthread_create(pthread_t* thread, const pthread_attr_t* how, void* (*run)(void*), void* with) {
-  static int made;
-  if (getenv("ONE_MORE") && made++) return EAGAIN;
-  int (*create)(pthread_t*, const pthread_attr_t*, void* (*)(void*), void*) =
-      dlsym(RTLD_NEXT, "pthread_create");
-  return create(thread, how, run, with);
-}
-"""
-STEP = r"""
-import os
-import numpy
-from pycomm import _C
-
-def step(threads):
-    all_of_it = [numpy.linspace(0.1, 1, 1 << 20, dtype="f4") for _ in range(4)]
-    steps = numpy.zeros(1, dtype="f4")
-    tensor = *(each.ctypes.data for each in all_of_it), steps.ctypes.data, 1 << 20
+def stepped(threads: int) -> list[torch.Tensor]:
+    arrays = [torch.linspace(0.1, 1, 1 << 20) for _ in range(4)] + [torch.zeros(1)]
+    tensor = (*(array.data_ptr() for array in arrays), 1 << 20)
     _C.adamw_step(True, [tensor], 0.1, 0.9, 0.99, 1e-8, 0.01, threads)
-    return b"".join(each.tobytes() for each in all_of_it)
-
-want = step(1)
-os.environ["ONE_MORE"] = "yes"
-print(step(4) == want)
-"""
+    return arrays
 
 
-def test_a_step_takes_as_many_threads_as_there_are(tmp_path):
-    """The second one that it asks for is refused, as where a process may have no more."""
-    assert run_preloaded(STEP, ONE_MORE, tmp_path) == "True\n"
+def test_a_step_takes_as_many_threads_as_there_are():
+    """The stack of a thread takes half of all addresses, so that there is no second one."""
+    libc, want = ctypes.CDLL(None), stepped(1)
+    usual, half = ctypes.create_string_buffer(64), ctypes.create_string_buffer(64)
+    for attributes in (usual, half):
+        libc.pthread_getattr_default_np(attributes)
+    libc.pthread_attr_setstacksize(half, ctypes.c_size_t(1 << 46))
+    libc.pthread_setattr_default_np(half)
+    try:
+        got = stepped(4)
+    finally:
+        libc.pthread_setattr_default_np(usual)
+    assert all(map(torch.equal, got, want))
