@@ -80,7 +80,7 @@ def operations(rank: int, ranks: int) -> dict[str, tuple[Any, ...]]:
         ),
         "premultiplied": (partial(reduce, op=dist._make_nccl_premul_sum(0.5)), integers(rank, 12)),
         "conjugated": (
-            lambda z: reduce(z.conj()),
+            lambda z: dist.reduce(z.conj(), dst=1),
             torch.complex(integers(rank, 30), integers(rank + 1, 30)),
         ),
         "negated": (lambda x: reduce(torch._neg_view(x)), integers(rank, 30)),
