@@ -154,8 +154,7 @@ void DeviceLane::begin(bool delivers) {
 std::shared_ptr<c10::Event> DeviceLane::fetch(const std::vector<Mirror>& reads) {
   const c10::StreamGuard on(fetch_);
   for (const auto& [device, host] : reads) {
-    // Torch conjugates and negates what came to the host at once, and it comes later.
-    host.copy_(device.resolve_conj().resolve_neg(), /*non_blocking=*/true);
+    host.copy_(device, /*non_blocking=*/true);
     keep({device}, fetch_);
   }
   auto fetched = std::make_shared<c10::Event>(device_.type());

@@ -473,8 +473,7 @@ at::Tensor view_of(const at::Tensor& t) {
       at::TensorOptions(t.scalar_type()).device(c10::kCPU), c10::Device(c10::kCPU));
 }
 
-/// Queues the copy, unless a side is on the host and must not or cannot wait, as torch on CUDA; and
-/// conjugates or negates, on the host at once: before a queued copy is done.
+/// Queues the copy, unless a side is on the host and must not or cannot wait, as torch on CUDA.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (to.numel() == 0) return to;
   const c10::Device device = from.is_cpu() ? to.device() : from.device();
@@ -482,18 +481,12 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   const bool inside = !from.is_cpu() && !to.is_cpu();
   const auto bytes = static_cast<int64_t>(to.nbytes());
   note(inside ? kWork : kCopy, stream.id(), inside ? 2 * bytes : bytes);
-  auto finish = [target = view_of(to), conj = from.is_conj() != to.is_conj(),
-                 neg = from.is_neg() != to.is_neg()]() mutable {
-    if (conj) target.conj_physical_();
-    if (neg) target.neg_();
-  };
+  const at::Tensor source = from.is_conj() || from.is_neg() ? view_of(from).clone() : view_of(from);
   const std::lock_guard<std::mutex> call(driver());
-  worker(stream).queue(
-      [source = view_of(from), target = view_of(to), outside = to.is_cpu(), finish]() mutable {
-        const at::AutoDispatchBelowADInplaceOrView below_autograd;
-        target.copy_(source);
-        if (!outside) finish();
-      });
+  worker(stream).queue([source, target = view_of(to)] {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    target.copy_(source);
+  });
   bool queued = !full;
   for (const at::Tensor& side : {from, to}) {
     if (!side.is_cpu()) continue;
@@ -509,7 +502,6 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
     note(kWaitStream, stream.id(), 0);
     worker(stream).mark()->wait();
   }
-  if (to.is_cpu()) finish();
   return to;
 }
 
@@ -650,12 +642,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
 }
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
-}
-TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
-  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
-}
-TORCH_LIBRARY_IMPL(aten, Negative, m) {
-  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 TORCH_LIBRARY(fakegpu, m) {
   m.def("busy(int milliseconds) -> ()", &busy);
