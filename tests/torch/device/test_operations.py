@@ -506,15 +506,6 @@ def test_tensors_must_be_on_one_device(rank, ranks):
     assert x.cpu().eq(ranks).all()
 
 
-@on_fakes("held", group=f"{FAKE}:pycomm")
-def test_a_barrier_of_a_group_without_the_cpu_waits_for_deliveries(rank, ranks):
-    """Torch then names the type of the device, and no number."""
-    for _ in range(5):
-        work = dist.all_reduce(torch.ones(2048, 2048, device=FAKE).t(), async_op=True)
-        dist.barrier()
-        assert work.is_completed()
-
-
 @on_fakes("held")
 def test_devices_that_differ_are_told_on_every_rank(rank, ranks):
     x = torch.full((1000,), float(rank), device="cpu" if rank == 0 else FAKE)
