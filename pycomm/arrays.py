@@ -74,7 +74,7 @@ def span(array: Any, write: bool) -> tuple[int, int, _C.DType]:
         if not array.is_cpu:
             raise Error(f"the tensor is on {array.device}; move it to the cpu first")
         if not array.is_contiguous() or array.is_conj() or array.is_neg():
-            raise Error("the tensor is not contiguous; call .contiguous() and keep the result")
+            raise Error("it is not contiguous; call .resolve_conj().resolve_neg().contiguous()")
         return data_ptr(), array.numel(), core_dtype(array.dtype)
     address, numel, itemsize, code = _C.buffer(array, write)
     dtype = getattr(array, "dtype", None)

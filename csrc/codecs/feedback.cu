@@ -24,9 +24,7 @@ __global__ void __launch_bounds__(cuda::kThreads) load_kernel(const Batch<LoadPa
     } else {
       for (int k = 0; k < cuda::kVector; k++) value[row].v[k] = Form::decode(code[row].v[k]);
     }
-    for (int k = 0; args.decays != 0 && k < cuda::kVector; k++) {
-      value[row].v[k] = args.decay * value[row].v[k];
-    }
+    for (int k = 0; k < cuda::kVector; k++) value[row].v[k] = args.decay * value[row].v[k];
   }
   tile.store(args.out, args.numel, value);
 }

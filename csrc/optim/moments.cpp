@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <system_error>
 #include <thread>
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -423,7 +424,11 @@ void spread(size_t items, size_t values, int threads, const Act& act) {
     for (size_t i; (i = next.fetch_add(1)) < items;) act(i);
   };
   std::vector<std::thread> others;
-  for (size_t t = 1; t < count; t++) others.emplace_back(work);
+  others.reserve(count - 1);
+  try {
+    while (others.size() < count - 1) others.emplace_back(work);
+  } catch (const std::system_error&) {  // there are no more threads: those that there are do it
+  }
   work();
   for (std::thread& other : others) other.join();
 }

@@ -14,6 +14,7 @@ from pycomm.arguments import guess, typed
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec
 from pycomm.codecs.cast import Cast
+from pycomm.codecs.cuda.sources import has_kernels
 from pycomm.codecs.eden import Eden
 from pycomm.codecs.implementations import Unavailable
 from pycomm.codecs.lossless import Lossless
@@ -103,7 +104,8 @@ def register(cls: _Class) -> _Class:
         cls.__module__,
         cls.__qualname__,  # as where a notebook's cell runs twice
     )
-    if name in ("auto", *ALIASES) or (other is not None and not again):
+    kernels = other is None and has_kernels(name)  # of no codec, such as those of convert()
+    if name in ("auto", *ALIASES) or kernels or (other is not None and not again):
         raise ValueError(f"there is a codec {name!r} already: give {cls.__name__} another name")
     _registered[name] = cls
     short_text.cache_clear()

@@ -235,8 +235,8 @@ def _floats(role: str, x: Array, like: torch.Tensor | None = None) -> torch.Tens
     floats = _tensor(x)
     if floats.dtype != torch.float32:
         raise TypeError(f"{role} must be float32, not {floats.dtype}: convert it with .float()")
-    if not floats.is_contiguous():
-        raise ValueError(f"{role} must be contiguous: call .contiguous() first")
+    if not floats.is_contiguous() or floats.is_neg():  # C++ reads what lies in memory
+        raise ValueError(f"{role} must be contiguous: call .resolve_neg().contiguous() first")
     if like is not None:
         if floats.numel() != like.numel():
             raise ValueError(f"{role} has {floats.numel()} values, x has {like.numel()}")

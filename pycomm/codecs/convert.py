@@ -90,8 +90,8 @@ def convert(
     for role, tensor in (("x", x), ("out", out)):
         if tensor.dtype not in DTYPES:
             raise TypeError(f"{role} must be float32, float16 or bfloat16, not {tensor.dtype}")
-        if not tensor.is_contiguous():
-            raise ValueError(f"{role} must be contiguous: call .contiguous() first")
+        if not tensor.is_contiguous() or tensor.is_neg():
+            raise ValueError(f"{role} must be contiguous: call .resolve_neg().contiguous() first")
         if tensor.numel() != x.numel() or tensor.device != x.device:
             raise ValueError(
                 f"out has {out.numel()} values on {out.device}, x has {x.numel()} on {x.device}"

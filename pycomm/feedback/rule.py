@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
 from pycomm.arguments import guess, number, put, typed
-from pycomm.codecs import Cast, Codec, options
+from pycomm.codecs import Cast, Codec, Lossless, options
 
 Kind = Literal["residual", "decay", "momentum"]
 StorageName = Literal["float32", "int8", "auto"]
@@ -85,7 +85,7 @@ class Feedback:
         An exact codec has no error. The error of an unbiased codec is not kept either, except with
         momentum, whose state is more than an error.
         """
-        return codec != EXACT and (not codec.unbiased or self.kind == "momentum")
+        return codec not in (EXACT, Lossless()) and (not codec.unbiased or self.kind == "momentum")
 
     @classmethod
     def of(cls, what: bool | str | Feedback | None) -> Feedback | None:

@@ -112,6 +112,8 @@ def test_the_public_function_checks_and_allocates():
         pycomm.convert(x.double())
     with pytest.raises(ValueError, match="contiguous"):
         pycomm.convert(x.t())
+    with pytest.raises(ValueError, match="resolve_neg"):
+        pycomm.convert(torch._neg_view(x))
     with pytest.raises(ValueError, match="out has 4 values"):
         pycomm.convert(x, torch.empty(4))
     with pytest.raises(ValueError, match="found_inf must be float32 with one value"):

@@ -171,6 +171,11 @@ BAD_CALLS = {
         ValueError,
         "x must be contiguous",
     ),
+    "negated": (
+        lambda c: c.encode(torch._neg_view(X)),
+        ValueError,
+        r"x must be contiguous: call .resolve_neg\(\).contiguous",
+    ),
     "out-dtype": (lambda c: c.encode(X, out=X), TypeError, "out must be uint8"),
     "out-size": (
         lambda c: c.encode(X, out=torch.zeros(3, dtype=torch.uint8)),

@@ -414,12 +414,16 @@ WorkPtr Backend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAl
 WorkPtr Backend::barrier(const c10d::BarrierOptions& opts) {
   const Call call("pycomm:barrier", OpType::BARRIER, opts);
   Staging staging(*this, call);
-  // Torch names the CPU where a group has it, whatever device the group works on.
+  // Torch names the CPU where a group has it, and else a type without a number, whatever device the
+  // group works on.
   const auto used = engine()->used_device();
-  if (opts.device && !opts.device->is_cpu()) {
+  const bool named = opts.device && !opts.device->is_cpu();
+  if (named && opts.device->has_index()) {
     staging.follow(*opts.device);
   } else if (used) {
     staging.follow(*used);
+  } else if (named) {
+    staging.follow(c10::impl::VirtualGuardImpl(opts.device->type()).getDevice());
   }
   return issue(call, {}, staging, [=](Communicator& comm) { comm.barrier(call.timeout); });
 }
@@ -574,12 +578,12 @@ void code_among_peers(const CodedCall& coded_call, PeerRoute& route, const at::T
 
 std::string Backend::why_no_peers(c10::Device device) {
   const auto engine = this->engine();
-  const std::string why = engine->why_no_peers(device, PeerRoute::Kind::exact);
-  return why.empty() ? engine->why_no_peers(device, PeerRoute::Kind::coded) : why;
+  const std::string why = engine->peers(device).why;
+  return why.empty() ? engine->peers(device, PeerRoute::Kind::coded).why : why;
 }
 
 size_t Backend::most_payload_bytes(c10::Device device) {
-  const auto route = engine()->peers(device, PeerRoute::Kind::coded);
+  const auto route = engine()->peers(device, PeerRoute::Kind::coded).route;
   return route ? route->most_payload_bytes() : 0;
 }
 
@@ -607,8 +611,8 @@ intrusive_ptr<Work> Backend::compressed(Op op, const at::Tensor& output, const a
   const auto engine = this->engine();
   const CodedCall coded_call{op, output, input, layout, std::move(pieces), step};
   if (!output.is_cpu()) {
-    const auto route = engine->peers(output.device())
-                           ? engine->peers(output.device(), PeerRoute::Kind::coded)
+    const auto route = engine->peers(output.device()).route
+                           ? engine->peers(output.device(), PeerRoute::Kind::coded).route
                            : nullptr;
     if (!route)
       arguments_.fail(call, "on " + output.device().str() +

@@ -83,7 +83,9 @@ class Backend final : public c10d::Backend {
   }
   const Arguments& arguments() const { return arguments_; }
   /// Returns the route among the devices, or null where their data go through the host.
-  std::shared_ptr<PeerRoute> peers(c10::Device device) const { return engine()->peers(device); }
+  std::shared_ptr<PeerRoute> peers(c10::Device device) const {
+    return engine()->peers(device).route;
+  }
   std::vector<int> levels() { return engine()->comm().levels(); }
   std::vector<uint32_t> shares() { return engine()->comm().shares(); }
   std::string describe() { return engine()->describe(); }

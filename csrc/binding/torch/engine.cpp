@@ -223,9 +223,11 @@ Engine::RouteOrReason Engine::open_peers(c10::Device device, PeerRoute::Kind kin
     const std::string name = kind == PeerRoute::Kind::exact ? "/peers" : "/coded";
     TraceOwner owner = comm_.trace().owner();
     owner.group += name + " on " + c10::Device(device).str();
+    // Each route of this group has a new name in the store.
     opened.route = std::make_shared<PeerRoute>(
-        store_, comm_.rank(), comm_.size(), group_ + name, device, kind, comm_.timeout(),
-        Trace::make(std::move(owner)), [this] { interrupt_check(); }, secret_);
+        store_, comm_.rank(), comm_.size(), group_ + name + std::to_string(peers_.size()), device,
+        kind, comm_.timeout(), Trace::make(std::move(owner)), [this] { interrupt_check(); },
+        secret_);
   } catch (const Error& error) {  // the host is one, but its ranks share no memory
     opened.why = error.what();
   }
@@ -234,7 +236,7 @@ Engine::RouteOrReason Engine::open_peers(c10::Device device, PeerRoute::Kind kin
   return {opened.route, ""};
 }
 
-Engine::RouteOrReason Engine::peers_or_reason(c10::Device device, PeerRoute::Kind kind) {
+Engine::RouteOrReason Engine::peers(c10::Device device, PeerRoute::Kind kind) {
   return with_python_errors([&] {
     const WithoutGil without_gil;
     const std::lock_guard<std::mutex> opening(opening_mutex_);

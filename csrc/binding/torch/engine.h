@@ -104,15 +104,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Queues the operation on the host's copies of device tensors, after the current stream.
   intrusive_ptr<DeviceWork> submit(const Call& call, Tensors outputs, c10::Device device,
                                    const std::vector<DevicePart>& parts);
-  /// Returns the route among devices, or null. The first time all ranks ask together.
-  std::shared_ptr<PeerRoute> peers(c10::Device device,
-                                   PeerRoute::Kind kind = PeerRoute::Kind::exact) {
-    return peers_or_reason(device, kind).route;
-  }
-  /// Returns why there is no route; "" if there is one. The first time all ranks ask together.
-  std::string why_no_peers(c10::Device device, PeerRoute::Kind kind) {
-    return peers_or_reason(device, kind).why;
-  }
+  /// A route among devices, or why there is none.
+  struct RouteOrReason {
+    std::shared_ptr<PeerRoute> route;
+    std::string why;
+  };
+  /// The first time all ranks ask together.
+  RouteOrReason peers(c10::Device device, PeerRoute::Kind kind = PeerRoute::Kind::exact);
   /// Queues op(route), which uses these tensors.
   intrusive_ptr<DeviceWork> submit(const Call& call, Tensors outputs,
                                    const std::shared_ptr<PeerRoute>& route, const Tensors& used,
@@ -220,12 +218,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void abort_peers(const std::string& reason) noexcept;
   /// Ends the operations of routes that wait for a rank whose process is gone.
   void look_for_lost_peers() noexcept;
-  /// A route, or why there is none.
-  struct RouteOrReason {
-    std::shared_ptr<PeerRoute> route;
-    std::string why;
-  };
-  RouteOrReason peers_or_reason(c10::Device device, PeerRoute::Kind kind);
   RouteOrReason open_peers(c10::Device device, PeerRoute::Kind kind);
   /// Throws if a wait at a rendezvous among devices is in vain.
   void interrupt_check();

@@ -33,11 +33,8 @@ DeviceGroupOptions options_of(const std::string& group, PeerRoute::Kind kind, Mi
   options.group = group;
   options.timeout = timeout;
   options.interrupt_check = std::move(interrupt_check);
-  if (kind == PeerRoute::Kind::exact) {
-    options.coded_bytes = 0;
-  } else {
-    options.staging_bytes = kStagingOfCoded;
-  }
+  if (kind == PeerRoute::Kind::exact) options.coded_bytes = 0;
+  if (kind == PeerRoute::Kind::coded) options.staging_bytes = kStagingOfCoded;
   return options;
 }
 
@@ -80,13 +77,8 @@ void PeerRoute::call(const std::function<void(PeerRoute&)>& op, bool captured) {
     captured_ = captured_ || captured;
   };
   set_calling(true);
-  try {
-    op(*this);
-  } catch (...) {
-    set_calling(false);
-    throw;
-  }
-  set_calling(false);
+  const std::shared_ptr<void> ended(nullptr, [&](void*) { set_calling(false); });
+  op(*this);
 }
 
 void PeerRoute::lose(int rank) noexcept {

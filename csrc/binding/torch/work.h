@@ -289,8 +289,8 @@ class CoalescedWork final : public c10d::Work {
   }
   uint64_t getSequencenumber() const override { return works_.back()->getSequencenumber(); }
   intrusive_ptr<Future> getFuture() override {
-    raise("rank " + std::to_string(sourceRank()) +
-          ": a batch of sends and receives has no future: call wait()");
+    raise("rank " + std::to_string(rank_) +
+          ": operations that were issued as one have no future: call wait()");
   }
 
  private:

@@ -80,12 +80,11 @@ void encode_stored(const Codec& codec, const Feedback& feedback, EncodeArgs args
   const uint8_t* const old = args.residual.old;
   uint8_t* const fresh = args.residual.fresh;
   const float decay = args.residual.decay;
-  const bool decays = decay != 1.0f;
   Stream& stream = args.stream;
   auto* const residual = reinterpret_cast<float*>(stream.scratch.data);
   stream.scratch = stream.scratch.sub(bytes, stream.scratch.size - bytes);
   launch("stored::load_kernel", feedback.storage,
-         codecs::stored::LoadParams{{}, old, fresh, residual, args.in.size, decay, decays}, stream);
+         codecs::stored::LoadParams{{}, old, fresh, residual, args.in.size, decay}, stream);
   args.residual = residual_of(residual, residual);
   codec.encode(args);
   launch("stored::store_kernel", feedback.storage,

@@ -44,8 +44,7 @@ struct LoadParams {
   const uint8_t* other_side;  ///< in place of `stored`, if the batch says so
   float* out;
   uint64_t numel;
-  float decay;  ///< the values are multiplied by this if `decays`
-  uint32_t decays;
+  float decay;  ///< the values are multiplied by this
 };
 
 struct StoreParams {

@@ -122,6 +122,11 @@ PeerWorkspace::PeerWorkspace(const Rendezvous& rendezvous, int index, const Opti
   if (index >= 0 && options.memory != "host") {
     const std::string problem = agree(rendezvous, "device/peers", try_devices(infos, index));
     on_host_ = !problem.empty();
+    if (on_host_) {
+      opened_.clear();
+      agree(rendezvous, "device/closed", kYes);  // none is freed that another process has open
+      shown_.reset();
+    }
     if (on_host_ && options.memory == "device") throw Error("device: " + problem);
   }
   const std::string problem =
@@ -221,8 +226,6 @@ std::string PeerWorkspace::try_devices(const std::vector<RankInfo>& infos, int i
 }
 
 void PeerWorkspace::use_host(int index) {
-  opened_.clear();
-  shown_.reset();
   auto* base = static_cast<uint8_t*>(file_.get());
   if (index >= 0) {
     mapped_ = device::map_host(base, region() * pointers_.ranks);

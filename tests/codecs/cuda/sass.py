@@ -196,6 +196,8 @@ class Kernel:
 # ---------------------------------------------- the arguments of the kernels of a call
 
 NUMEL = 1 << 16  # many tiles: the first one is whole
+# Of the residual, by the op of a call. By default that of a large parameter is kept in int8.
+STORAGES = {"encode_feedback": "float32", "encode_int8": "int8", "own": "float32"}
 
 
 class EncodeParams(ctypes.Structure):
@@ -216,10 +218,11 @@ def arguments_of(spec: str, op: str) -> dict[str, bytes]:
 
     Args:
         spec: of the codec.
-        op: ``encode`` and ``decode``; ``encode_feedback`` with a residual of float32; ``own``, as
-            that, of the average of one contribution by 2. None of another call is known.
+        op: ``encode`` and ``decode``; ``encode_feedback`` with a residual of float32, and
+            ``encode_int8`` of int8; ``own``, as the first of these, of the average of one
+            contribution by 2. None of another call is known.
     """
-    if op not in ("encode", "decode", "encode_feedback", "own"):
+    if op not in ("encode", "decode", *STORAGES):
         return {}
     codec = pycomm.codec(spec)
     x = torch.zeros(NUMEL)
@@ -232,20 +235,22 @@ def arguments_of(spec: str, op: str) -> dict[str, bytes]:
         args = EncodeArgs(x, payload, residual, residual, RandomKey(), 0)
         launches = encode_launches(codec, args, room)
     else:
-        launches = _with_feedback(codec, x, payload)
+        launches = _with_feedback(codec, x, payload, STORAGES[op])
         return {launch.kernel: _completed(launch, payload, op == "own") for launch in launches}
     return {launch.kernel: launch.params for launch in launches}
 
 
-def _with_feedback(codec: Codec, x: torch.Tensor, payload: torch.Tensor) -> list[Launch]:
-    old, fresh = torch.zeros(2, NUMEL)
+def _with_feedback(
+    codec: Codec, x: torch.Tensor, payload: torch.Tensor, storage: str
+) -> list[Launch]:
+    old, fresh = torch.zeros(2, NUMEL)  # int8 needs less
     return recorded(
         lambda: codec.native.encode(
             x.data_ptr(),
             x.numel(),
             payload.data_ptr(),
             kind=_C.FeedbackKind.residual,
-            storage=_C.FeedbackStorage.float32,
+            storage=_C.FeedbackStorage.__members__[storage],
             decay=1.0,
             error=(old.data_ptr(), fresh.data_ptr()),
             stream=0,

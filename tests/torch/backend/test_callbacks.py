@@ -179,6 +179,15 @@ def test_a_callback_waits_for_another_threads_message(rank, size):
     check_sum()
 
 
+@on_ranks(2)
+def test_operations_that_were_issued_as_one_have_no_future(rank, size):
+    call = dist.isend if rank == 0 else dist.irecv
+    (work,) = dist.batch_isend_irecv([dist.P2POp(call, x, 1 - rank) for x in torch.ones(2, 10)])
+    with pytest.raises(pycomm.Error, match=f"rank {rank}: operations that were issued as one have"):
+        work.get_future()
+    work.wait()
+
+
 # -------------------------------------------------------------------------------------------- trace
 # Traces of queued operations: they are recorded when issued, and agree with the errors.
 

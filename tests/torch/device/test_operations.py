@@ -560,6 +560,15 @@ def test_operations_among_peers_are_in_the_trace(rank, ranks):
     }
 
 
+@on_fakes("peers")
+def test_each_device_of_a_rank_has_a_route_of_its_own(rank, ranks):
+    for device in ("fakegpu:0", "fakegpu:1", "fakegpu:0"):
+        x = torch.full((1000,), rank + 1.0, device=device)
+        dist.all_reduce(x)
+        assert x.cpu().eq(3).all()
+        assert f"; on {device} 2 ranks: " in backend.find().describe()
+
+
 @on_fakes("held")
 def test_compressed_collectives_need_peers(rank, ranks):
     native, x = backend.find(), torch.ones(64, device=FAKE)

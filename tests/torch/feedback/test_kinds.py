@@ -232,6 +232,8 @@ def test_wrong_texts_are_told(text, match):
         ("eden:bits=1,scale=mmse", True),
         ("eden:bits=1", False),
         ("fp32", False),
+        ("lossless", False),
+        ("lossless:bfloat16", True),
     ],
 )
 def test_only_contracting_codecs_keep_errors(spec, needs):
@@ -239,7 +241,7 @@ def test_only_contracting_codecs_keep_errors(spec, needs):
     assert Feedback.of("residual").keeps_errors(codec) is needs
     assert Feedback.of("decay").keeps_errors(codec) is needs
     # Momentum keeps more than an error.
-    assert Feedback.of("momentum").keeps_errors(codec) is (spec != "fp32")
+    assert Feedback.of("momentum").keeps_errors(codec) is (spec not in ("fp32", "lossless"))
 
 
 @pytest.mark.parametrize("role", ["worker", "owner"])

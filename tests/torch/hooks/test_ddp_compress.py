@@ -163,7 +163,7 @@ def test_classes_that_are_no_codecs_are_refused():
         (int, TypeError, "class below"),
         (pycomm.codecs.Codec, TypeError, "does not define encoded_bytes, granule"),
         (Plain, TypeError, "frozen dataclass"),
-        *((variant(name), ValueError, "already") for name in ("int8", "quant", "auto")),
+        *((variant(name), ValueError, "already") for name in ("int8", "quant", "auto", "convert")),
         (variant("multiples"), ValueError, "already"),
         (variant("No"), ValueError, "small letters"),
         (variant("e", combine="sum"), ValueError, "recode"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from copy import deepcopy
 from typing import Any
 from unittest.mock import patch
@@ -13,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
+from pycomm import _C
 from pycomm.feedback import storage
 from tests.torch.harness import Chosen, all_equal, equal, values, whole
 from tests.torch.optim import table
@@ -345,3 +347,28 @@ def test_overflowing_squares_leave_ranks_alike(pool, which, refresh):
     first, second = pool.run(of_all_ranks, which, refresh)
     for one, other in zip(first, second, strict=True):
         assert equal(one, other)
+
+
+# ---------------------------------------------------------------- threads
+
+
+def stepped(threads: int) -> list[torch.Tensor]:
+    arrays = [torch.linspace(0.1, 1, 1 << 20) for _ in range(4)] + [torch.zeros(1)]
+    tensor = (*(array.data_ptr() for array in arrays), 1 << 20)
+    _C.adamw_step(True, [tensor], 0.1, 0.9, 0.99, 1e-8, 0.01, threads)
+    return arrays
+
+
+def test_a_step_takes_as_many_threads_as_there_are():
+    """The stack of a thread takes half of all addresses, so that there is no second one."""
+    libc, want = ctypes.CDLL(None), stepped(1)
+    usual, half = ctypes.create_string_buffer(64), ctypes.create_string_buffer(64)
+    for attributes in (usual, half):
+        libc.pthread_getattr_default_np(attributes)
+    libc.pthread_attr_setstacksize(half, ctypes.c_size_t(1 << 46))
+    libc.pthread_setattr_default_np(half)
+    try:
+        got = stepped(4)
+    finally:
+        libc.pthread_setattr_default_np(usual)
+    assert all(map(torch.equal, got, want))
