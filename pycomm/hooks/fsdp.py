@@ -26,7 +26,7 @@ from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.hooks.fsdp_seams import Unit, leave_replicas_to_the_hook, units
 from pycomm.log import warn_once
-from pycomm.policy import CODED, Policy, agree_on_options
+from pycomm.policy import CODED, Policy
 from pycomm.reduction.adapter import Adapter, Layout
 from pycomm.reduction.refusals import FSDP, HSDP, MOMENTA, refused
 from pycomm.reduction.state import CompressionState
@@ -71,10 +71,6 @@ def compress_shards(
     state = CompressionState(codec, process_group=group, adapter=adapter, **options)
     hooks = FSDPHooks(state, found)
     state.agree()
-    if layout.shard_group is not None and not scatters:
-        # So far only the replicas of each shard have compared what they were given.
-        terms = [f"gradients: {term}" for term in state.plan.terms]
-        agree_on_options(terms, layout.shard_group, state.process_group)
     if state.residuals:
         reducer = state.reducer
         state.discarded = DiscardedGradients(reducer.names, reducer.by_name, early=True)

@@ -107,27 +107,25 @@ class Nodes:
         output: torch.Tensor,
         input: torch.Tensor,
         bucket: Bucket,
-        group: dist.ProcessGroup,
         *,
+        found_inf: torch.Tensor,
         average: bool,
         **options: Any,
-    ) -> torch.Tensor:
+    ) -> None:
         """Sum or average rows; see `two_shot.reduce_scatter`.
 
         A node sums all rows exactly, each rank those for the ranks at its place of all nodes, and
         codes the sums for these.
 
         Args:
-            output, input, average, options: as there.
+            output, input, found_inf, average, options: as there.
             bucket: made with ``levels=self.levels`` and a row for each rank.
-            group: the ranks for which this was made.
         """
         every = input.view(self._ranks, -1)[self._by_place].to(torch.float32)
         rows = every.new_empty(len(self._numbers), every.shape[1])
         dist.reduce_scatter_tensor(rows.view(-1), every.view(-1), group=self._node)
         wide = output.dtype == torch.float32
         result = output if wide else torch.empty_like(output, dtype=torch.float32)
-        found_inf = rows.new_zeros(1)
         two_shot.exchange(
             "reduce_scatter",
             lambda: rows_plan(bucket.pieces, self._numbers),
@@ -141,7 +139,6 @@ class Nodes:
         )
         if not wide:
             convert(result, output, found_inf=found_inf)
-        return two_shot.all_finite(found_inf == 0, group)
 
     def part_of(self, pieces: Sequence[BucketPiece]) -> tuple[int, int, Sequence[Run]]:
         """Return our number among the ranks that code the same part, theirs, and the part.

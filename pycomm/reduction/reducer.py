@@ -63,17 +63,18 @@ class BucketReducer:
         if process_group is None:
             raise Error("there is no process group: call init_process_group first")
         self.process_group: dist.ProcessGroup = process_group
-        with refused_together(process_group):
+        self.layout = adapter.layout
+        groups = self.layout.groups(process_group)[::-1]
+        with refused_together(*groups):
             seed = whole("seed", seed, 0, 2**64 - 1)
             rule = Feedback.of(feedback)
             self._kind = rule.kind if rule else None
             options = (f"feedback={rule}", f"seed={seed}")
-            self.plan = Plan(Policy.of(codec), process_group, options=options)
+            self.plan = Plan(Policy.of(codec), process_group, groups=groups, options=options)
         self.residuals = Residuals(rule, process_group.size()) if rule else None
         self.seed = seed
         self.step = Step(0, StepStatus.COMMITTED)
         """The current step."""
-        self.layout = adapter.layout
         self.transform = transform
         """What takes the place of the gradients before they are coded: the `Momenta` of an
         optimizer, which says what its methods do; None: nothing does. Its coarse payloads are
@@ -258,12 +259,12 @@ class BucketReducer:
         if self.factors.sums is not None:
             self.factors.look(tensor, bucket, self.matrix)
         divided = bool(self.factors.current) and self._divide(tensor, bucket)
+        step.pieces.update(bucket.with_residual)
         for residual in bucket.residuals:
             if residual is not None and (residual.in_place or residual.layouts != bucket.layouts):
                 self.settle_deferred()
                 self._use(bucket, tensor)
                 break
-        step.pieces.update(bucket.with_residual)
         step.flushed |= bucket.flushed
         probe = None
         if self.plan.sampled:
@@ -373,8 +374,12 @@ class BucketReducer:
 
     @property
     def has_results(self) -> bool:
-        """Whether buckets have been reduced since the last step was settled."""
-        return bool(self.step.checks) or (self.side is not None and self.side.open)
+        """Whether buckets have been reduced since the last step was settled, or an error has ended
+        the reduction of one that had begun to use its residuals."""
+        step = self.step
+        if step.checks or step.pieces or step.found_inf is not None:
+            return True
+        return self.side is not None and self.side.open
 
     def settle_deferred(self) -> None:
         """Let the host know of the steps about which the device has decided; see `SideStream`."""
@@ -415,8 +420,8 @@ class BucketReducer:
         if self.factors.sums is not None:
             self.factors.look(input, bucket, self.matrix)
         divided = bool(self.factors.current) and self._divide(input, bucket)
-        self._use(bucket, input)
         step.pieces.update(bucket.with_residual)
+        self._use(bucket, input)
         step.flushed |= bucket.flushed
         probe = self.plan.probe(
             input, bucket.pieces, self._residual_of, rows=self.layout.rows, average=average
@@ -428,13 +433,14 @@ class BucketReducer:
             )
             step.checks.append(lambda: work.finite)
         else:
-            scatter: Callable[..., torch.Tensor] = two_shot.reduce_scatter
+            if step.found_inf is None:
+                step.found_inf = torch.zeros(1, dtype=torch.float32, device=output.device)
+            options: dict[str, Any] = {"seed": self.seed, "step": step.number}
+            options |= {"average": average, "found_inf": step.found_inf}
             if self.nodes is not None and bucket.levels:
-                scatter = self.nodes.reduce_scatter
-            finite = scatter(
-                output, input, bucket, group, seed=self.seed, step=step.number, average=average
-            )
-            step.checks.append(lambda: bool(finite))
+                self.nodes.reduce_scatter(output, input, bucket, **options)
+            else:
+                two_shot.reduce_scatter(output, input, bucket, group, **options)
 
         def wait() -> None:
             if native is not None:
@@ -592,11 +598,16 @@ class BucketReducer:
         )
         factors.sums = {} if looks else None  # an error may have ended the last look
 
-    def end_look(self) -> None:
-        """End a look at rows and columns, after the buckets of a step; collective."""
+    def end_buckets(self) -> None:
+        """End a look at rows and columns after a step's buckets, and tell all ranks whether the
+        rows of each are finite; collective."""
         if self.factors.sums is not None:
             groups = self.layout.groups(self.process_group)
             self.factors.end(self._matrices(), groups, self.device)
+        found_inf, self.step.found_inf = self.step.found_inf, None
+        if found_inf is not None:
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
+            self.step.checks.append(lambda: float(found_inf) == 0)  # not the NaN of a failure
 
     def _matrices(self) -> dict[str, Matrix]:
         """Return all parameters that may get factors now."""

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pycomm.reduction.bucket import BucketPiece
+
+if TYPE_CHECKING:
+    import torch
 
 JOINED = -2  # which is no number of a backward; autograd has -1 outside of any
 """In place of that number: this rank has no data in a step, and Join shadows it."""
@@ -60,6 +63,9 @@ class Step:
         """What has begun to be reduced in it, where a trainer has to know it."""
         self.checks: list[Callable[[], bool]] = []
         """Wait for a result each, and return whether it is finite."""
+        self.found_inf: torch.Tensor | None = None
+        """float32 [1]: not 0 if a row that this rank has got is not finite, of which others hear in
+        `end_step`; None: it has got none since."""
         self.pieces: dict[str, BucketPiece] = {}
         """The pieces with a residual that took part, by name."""
         self.flushed: set[str] = set()
@@ -77,5 +83,6 @@ class Step:
         """End the step: the residuals of all of its parameters are decided."""
         undone = StepStatus.ROLLED_BACK if finite else StepStatus.OVERFLOWED
         self.status = StepStatus.COMMITTED if committed else undone
+        self.found_inf = None
         for left in (self.checks, self.pieces, self.flushed, self.discarded):
             left.clear()

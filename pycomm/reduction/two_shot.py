@@ -279,9 +279,10 @@ def reduce_scatter(
     bucket: Bucket,
     group: dist.ProcessGroup,
     *,
+    found_inf: torch.Tensor,
     average: bool = True,
     **options: Any,
-) -> torch.Tensor:
+) -> None:
     """Average rows over all ranks of a group, encoded on the way; `output` gets our row.
 
     The first shot of `all_reduce`: each value is encoded once. Row r of the input is for rank r, as
@@ -293,28 +294,12 @@ def reduce_scatter(
         output: floats of 16 or 32 bits [bucket.numel], contiguous.
         input: likewise [ranks, bucket.numel], contiguous.
         bucket: layout of a row; made with ``rows=ranks``.
+        found_inf: as for `exchange`; it tells of our row alone.
         average: divide the sum by the number of ranks.
         group, options: as for `exchange`, whose errors it raises.
-
-    Returns:
-        A bool tensor without dimensions, equal on all ranks: whether all rows' results are finite.
     """
     ranks = group.size()
     plan = partial(rows_plan, bucket.pieces, range(ranks))
     divisor = ranks if average else 1
-    name = "reduce_scatter"
-    ours = exchange(name, plan, output, input, bucket, group, divisor=divisor, **options)
-    assert ours is not None
-    return all_finite(ours.view(1), group)
-
-
-def all_finite(ours: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return whether the rows of all ranks are finite (a bool tensor without dimensions).
-
-    Args:
-        ours: bool [1]: whether this rank's is.
-        group: the ranks.
-    """
-    finite = ours.to(torch.uint8)
-    dist.all_reduce(finite, dist.ReduceOp.MIN, group=group)
-    return finite[0] == 1
+    options |= {"divisor": divisor, "found_inf": found_inf}
+    exchange("reduce_scatter", plan, output, input, bucket, group, **options)

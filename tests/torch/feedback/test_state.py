@@ -133,7 +133,7 @@ def test_residuals_are_rescaled_with_momentum_if_asked(rank, size, momentum):
     residual = state.residuals.get("big", 4, torch.device("cpu"))
     for pair in (residual.worker, residual.momentum):
         pair[0].copy_(torch.arange(4.0))
-    state.rescale(0.5, ["big"], momentum=momentum)
+    state.rescale(0.5, ["module.big"], momentum=momentum)
     assert residual.current("worker").tolist() == [0, 0.5, 1, 1.5]
     assert residual.current("momentum").tolist() == ([0, 0.5, 1, 1.5] if momentum else [0, 1, 2, 3])
 

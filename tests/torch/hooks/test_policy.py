@@ -131,6 +131,20 @@ def test_auto_decides_alike_on_ranks_with_different_clocks(rank, size, seconds, 
     assert "auto, by time of a step" in same_everywhere(plan.summary())
 
 
+@on_ranks(4)
+def test_shards_of_a_parameter_have_one_codec(rank, size):
+    """Whatever the replicas of each shard measure, all ranks of HSDP decide alike."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    policy = Policy("auto", candidates=("fp32", "int8"))
+    plan = pycomm.compress(fully_shard(Chosen(), mesh=mesh), policy).plan
+    clock = plan._clock = Clock()
+    faster = codec(("fp32", "int8")[rank % 2])
+    for step in range(1, 130):
+        plan.advance(step, CPU)
+        clock.now += 0.5 if plan.decisions["big"].codec == faster else 1.0
+    assert same_everywhere(specs(plan))["big"] == codec("fp32").spec()
+
+
 # ---------------------------------------------------------------------------- guard
 
 
@@ -152,6 +166,20 @@ def test_a_bad_codec_is_noticed_warned_about_and_left(rank, size):
     # There is one report per cause, although there are two parameters, and on one rank only.
     assert len(lines) == (rank == 0)
     assert all("fp16 is off by" in line for line in lines)
+
+
+@on_ranks(4)
+def test_the_guard_judges_a_parameter_by_all_of_its_shards(rank, size):
+    """One of two shards has gradients that fp16 loses."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(Chosen(), mesh=mesh)
+    state = pycomm.compress(model, Policy("fp16", guard=Guard(every=2, share=1.0)))
+    for step in range(9):
+        given = gradients(rank, step)
+        given["big"][: len(given["big"]) // 2] *= 1e-9
+        reduced(model, given)
+    assert state.plan.qualities.keys() == {"big", "small"}
+    same_everywhere([specs(state.plan), [q.coding for q in state.plan.qualities.values()]])
 
 
 CODECS = ["int8", "int4", "bf16", "topk:0.01", "int2", "eden:bits=1"]
