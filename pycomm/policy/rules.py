@@ -75,6 +75,7 @@ class Rule:
     def __post_init__(self) -> None:
         typed("rule: codec", self.codec, str, Codec)
         typed("rule: name", self.name, str)
+        typed("rule: dtype", self.dtype, torch.dtype, None)
         put(self, min_numel=whole("rule: min_numel", self.min_numel))
         for bound in ("max_numel", "max_dims"):
             if getattr(self, bound) is not None:
@@ -187,6 +188,8 @@ class Guard:
         put(self, share=number("guard: share", self.share))
         if not 0 < self.share <= 1:
             raise ValueError(f"guard: share={self.share} must be above 0 and at most 1")
+        if self.limit not in (None, math.inf):
+            put(self, limit=number("guard: limit", self.limit))
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class Nodes:
             A bool tensor without dimensions, equal on all ranks: whether the result is finite;
             None: `found_inf` tells.
         """
-        flag = torch.zeros_like(values[:1], dtype=torch.float32) if found_inf is None else found_inf
+        flag = values.new_zeros(1, dtype=torch.float32) if found_inf is None else found_inf
         parts = bucket.parts = bucket.parts or self._parts(bucket.pieces)
         places = [values[_begin(runs) : _end(runs)] for runs in parts]
         sums = values

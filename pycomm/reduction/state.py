@@ -405,7 +405,7 @@ class CompressionState:
                 ranks.
 
         Raises:
-            ValueError: the checkpoint has nothing under this key.
+            ValueError: the checkpoint has no state under this key.
         """
         self._check_idle()
         about = load_saved(checkpoint_id, key, ["about"], self.process_group)["about"]

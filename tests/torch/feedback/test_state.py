@@ -620,6 +620,29 @@ def test_parameters_that_loading_replaces(rank, size):
     assert equal(train(True), train(False))
 
 
+@on_ranks(2)
+def test_an_optimizer_in_backward_takes_gradients(rank, size):
+    """Also where something else has moved the parameters between two steps, such as an average."""
+    found = []
+    for moves in (False, True):
+        model, state = chosen("fsdp2")
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], 0.1)
+
+            def take(_: torch.Tensor, optimizer: Any = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(take)
+        for step in range(6):
+            model(gradients(rank, step)).backward()
+            with torch.no_grad():
+                for parameter in model.parameters() if moves and step == 2 else ():
+                    parameter.mul_(1)
+        found.append(residuals_of(state.state_dict()))
+    assert equal(*found)
+
+
 def test_one_value_that_is_not_zero_is_found():
     gradient = torch.zeros(1000)
     assert not _holds(gradient)

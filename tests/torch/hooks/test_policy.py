@@ -469,7 +469,7 @@ def test_states_are_stateful_and_keep_their_residuals(rank, size, kind, tmp_path
     model, state = build(kind)
     train(model, rank)
     if kind == "ddp":
-        dcp.save({"pycomm": state}, checkpoint_id=folder)
+        dcp.save({"pycomm": state, "step": torch.ones(1)}, checkpoint_id=folder)
     else:  # the second way to save
         group = dist.new_group(backend="gloo")
         dcp.async_save({"pycomm": state}, checkpoint_id=folder, process_group=group).result()
@@ -485,6 +485,8 @@ def test_states_are_stateful_and_keep_their_residuals(rank, size, kind, tmp_path
     _, fourth = build(kind)
     fourth.load_checkpoint(folder)
     assert same(state, fourth)
+    with pytest.raises(ValueError, match="no state of pycomm under 'step'"):
+        fourth.load_checkpoint(folder, "step")
 
 
 @on_ranks(2, **PATIENT)

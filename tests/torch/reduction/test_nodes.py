@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -28,15 +29,18 @@ from pycomm.codecs.convert import convert
 from pycomm.feedback import Feedback, Residuals
 from pycomm.local_sgd import Blocking, Streamed
 from pycomm.policy.exchange import bytes_of
-from pycomm.reduction import own_group
+from pycomm.reduction import nodes as by_nodes
+from pycomm.reduction import own_group, paths
 from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.own_group import ExchangeThread
+from pycomm.reduction.state import CompressionState
 from tests.ranks import in_child
 from tests.torch.harness import (
     Chosen,
     all_equal,
     bucket_of,
     compressed_on,
+    equal,
     gradients,
     owed,
     reduced,
@@ -278,6 +282,36 @@ def test_a_rank_that_dies_is_an_error_of_backward(rank, ranks, nodes):
         state.reduce(torch.ones(256 * 256), ["large"])
 
 
+@on_ranks(4, backend="gloo")
+def test_an_error_before_a_bucket_is_sent_loses_no_residual(rank, ranks):
+    """By nodes new buckets get residuals in the gradient, which such a step throws away."""
+    shapes = {"large": (256, 256), "small": (40, 70)}
+
+    def take(state: Any, step: int) -> list[torch.Tensor]:
+        given = gradients(rank, step, shapes=shapes)
+        names = list(shapes)[:: 1 if step == 0 else -1]
+        values = torch.cat([given[name].view(-1) for name in names])
+        state.begin_step()
+        state.wait(state.reduce(values, names))
+        state.end_step()
+        return [values]
+
+    found = []
+    for fails in (False, True):
+        state = CompressionState(FIXED)
+        for name, shape in shapes.items():
+            state.add(name, torch.zeros(shape))
+        with patch.object(by_nodes, "host", lambda: f"node {rank // 2}"):
+            state.reducer.find_nodes(CPU)
+        take(state, 0)
+        if fails:
+            error = patch.object(paths, "chosen", side_effect=pycomm.Error("out of memory"))
+            with error, pytest.raises(pycomm.Error, match="out of memory"):
+                take(state, 1)
+        found.append(take(state, 2))
+    assert equal(*found)
+
+
 # ------------------------------------------------------------------ rows, as FSDP2 has them
 
 CPU = torch.device("cpu")
@@ -301,8 +335,9 @@ def test_rows_are_coded_sums_of_nodes(rank, ranks, levels, dtype):
         for piece in bucket.with_residual.values():
             piece.residual.use(bucket.layout, ranks)
         out = torch.empty(sum(SIZES), dtype=dtype)
-        how: dict[str, Any] = {"seed": 1, "step": step, "average": True}
-        assert nodes.reduce_scatter(out, rows[rank].view(-1), bucket, dist.group.WORLD, **how)
+        how: dict[str, Any] = {"seed": 1, "step": step, "found_inf": torch.zeros(1)}
+        nodes.reduce_scatter(out, rows[rank].view(-1), bucket, average=True, **how)
+        assert not how["found_inf"].any()
         residuals.commit(bucket.with_residual)
         for i, got in enumerate(torch.split(out, SIZES)):
             total = torch.zeros(SIZES[i])
