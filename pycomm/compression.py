@@ -16,9 +16,9 @@ from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
 from pycomm.hooks.deepspeed import compress_engine, is_deepspeed
-from pycomm.hooks.fsdp import compress_shards, compressed_state
+from pycomm.hooks.fsdp import compress_shards, state_of_units
+from pycomm.hooks.fsdp_seams import units
 from pycomm.hooks.megatron import compress_chunk, is_megatron
-from pycomm.hooks.replaced import state_in
 from pycomm.policy import Policy
 from pycomm.reduction.refusals import DDP, refused
 from pycomm.reduction.state import CompressionState, DetachedState
@@ -118,15 +118,12 @@ def state_of(model: nn.Module) -> CompressionState | None:
         for _, state in getattr(module, "_comm_hooks", []):
             if isinstance(state, CompressionState):
                 return state
-        if (replaced := state_in(module)) is not None:
-            return replaced
-    sharded = next((m for m in model.modules() if isinstance(m, FSDPModule)), None)
-    if sharded is None:
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return None
-    if (found := compressed_state(model)) is None:
+    if (found := state_of_units(units(model))) is None:
         for act in _late:
             act(model)
-        found = compressed_state(model)
+        found = state_of_units(units(model))
     return found
 
 

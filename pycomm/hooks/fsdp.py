@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 from pycomm.codecs import Codec
@@ -142,12 +143,6 @@ class Comm:
         self.hooks, self.reducer = hooks, hooks.state.reducer
         self._unit = unit
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return a buffer for a message."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
     def _reducible(self, tensor: torch.Tensor, numel: int) -> bool:
         """Return whether all parameters have gradients; logs once if they do not."""
         names, plan = self._unit.trained(), self.reducer.plan
@@ -171,7 +166,7 @@ class Comm:
         return True
 
 
-class CompressedReduceScatter(Comm, ReduceScatter):
+class CompressedReduceScatter(Comm, DefaultAllocMixin, ReduceScatter):
     """Compressed reduce-scatter for `FSDPModule.set_custom_reduce_scatter`."""
 
     def __call__(
@@ -235,7 +230,7 @@ class ReplicaHook(Comm):
 
 
 def check_averages(model: nn.Module, who: str) -> list[dist.ProcessGroup]:
-    """Check that torch averages the gradients; return the groups of ranks that it averages over.
+    """Check that torch averages the gradients; return the groups of ranks, as of `Plan`.
 
     Args:
         model: the model.
@@ -258,10 +253,10 @@ def check_averages(model: nn.Module, who: str) -> list[dist.ProcessGroup]:
             if parameter.fsdp_placement.dim != 0 and parameter.sharded_param.ndim > 1:
                 where = {"name": name, "dim": parameter.fsdp_placement.dim}
                 raise ValueError(f"{who}: {refused(MOMENTA, 'shards that are not rows', **where)}")
-        if isinstance(group.mesh_info, DDPMeshInfo):
-            groups[group.mesh_info.replicate_process_group] = None
         if isinstance(group.mesh_info, FSDPMeshInfo):
             groups[group.mesh_info.shard_process_group] = None
+        if isinstance(group.mesh_info, DDPMeshInfo):
+            groups[group.mesh_info.replicate_process_group] = None
     return list(groups)
 
 
@@ -273,7 +268,7 @@ def _mesh_info(found: Sequence[Unit]) -> Any:
             "parts of this model are reduced in different groups of ranks: compress each part by "
             "itself, pycomm.compress(part, ...), before anything else has run"
         )
-    if _state_of(found) is not None:
+    if state_of_units(found) is not None:
         raise Error(
             "this model, or a part of it, is compressed already: change its codec by "
             "set_policy() of that state"
@@ -281,12 +276,8 @@ def _mesh_info(found: Sequence[Unit]) -> Any:
     return infos[0]
 
 
-def compressed_state(model: nn.Module) -> CompressionState | None:
-    """Return the state that compresses a model in fully_shard, if there is one."""
-    return _state_of(units(model))
-
-
-def _state_of(found: Iterable[Unit]) -> CompressionState | None:
+def state_of_units(found: Iterable[Unit]) -> CompressionState | None:
+    """Return the state that compresses parts of a model in fully_shard, if there is one."""
     for unit in found:
         for comm in (unit.group._reduce_scatter_comm, unit.group._all_reduce_hook):
             if isinstance(comm, Comm):

@@ -140,24 +140,19 @@ class Checks:
 
     Args:
         guard: options of the checks.
-        group: the ranks that reduce together.
+        groups: as of `Plan`.
         clock: function that returns seconds since some moment.
-        groups: those that judge together, as for `gather_in_mesh`; None: the group alone.
     """
 
     def __init__(
-        self,
-        guard: Guard,
-        group: dist.ProcessGroup,
-        clock: Callable[[], float],
-        groups: Sequence[dist.ProcessGroup] | None = None,
+        self, guard: Guard, groups: Sequence[dist.ProcessGroup], clock: Callable[[], float]
     ) -> None:
         self.guard = guard
         self.every = guard.every
         """Steps between checks; grows if checks cost too much."""
         self.wanted: dict[str, slice] = {}
         """The slice of each parameter in the current check; `probe` takes out what it samples."""
-        self._group, self._groups = group, groups or [group]
+        self._groups, self._group = groups, groups[-1]
         self._clock = clock
         self._codecs: dict[str, Codec] = {}  # codecs of the parameters in the check
         self._next = 0

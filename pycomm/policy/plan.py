@@ -39,8 +39,8 @@ class Plan:
 
     Args:
         policy: the policy, equal on all ranks.
-        group: the ranks that reduce together.
-        groups: those that decide together, as for `gather_in_mesh`; None: they alone.
+        groups: the ranks that reduce together; of a mesh, whose ranks decide together, the groups
+            along its dimensions, of which the last one reduces.
         options: other options that must be equal on all ranks, a line for each.
         clock: function that returns seconds since some moment.
 
@@ -51,14 +51,12 @@ class Plan:
     def __init__(
         self,
         policy: Policy,
-        group: dist.ProcessGroup,
-        *,
-        groups: Sequence[dist.ProcessGroup] | None = None,
+        *groups: dist.ProcessGroup,
         options: Sequence[str] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.group, self._options, self._clock = group, options, clock
-        self.groups = groups or [group]
+        self.groups, self.group = groups, groups[-1]
+        self._options, self._clock = options, clock
         self.step = 0
         self.decisions: dict[str, Decision] = {}
         """Decisions by parameter name. A change replaces the decision, only between two steps."""
@@ -90,9 +88,7 @@ class Plan:
             found = {short_text(c): c for c in accurate_enough(policy)}
             self._candidates = found  # by the texts that `auto` knows
             self._auto = Auto({text: bits(codec) for text, codec in found.items()})
-        self._checks: Checks | None = None
-        if policy.guard:
-            self._checks = Checks(policy.guard, self.group, self._clock, self.groups)
+        self._checks = Checks(policy.guard, self.groups, self._clock) if policy.guard else None
         self._escalated: dict[str, tuple[Codec, str]] = {}
         self._agreed: set[str] = set()
         self._since: dict[str, int] = {}  # first step of a parameter's codec

@@ -72,21 +72,16 @@ class Nodes:
         values: torch.Tensor,
         bucket: Bucket,
         *,
-        found_inf: torch.Tensor | None = None,
+        found_inf: torch.Tensor,
         **options: Any,
-    ) -> torch.Tensor | None:
+    ) -> None:
         """Average values over all ranks; see `two_shot.all_reduce`, which this has the results of.
 
         Args:
             values: floats of 16 or 32 bits [bucket.numel], contiguous; holds the result afterwards.
             bucket: made with ``levels=self.levels``.
             found_inf, options: as for `two_shot.all_reduce`.
-
-        Returns:
-            A bool tensor without dimensions, equal on all ranks: whether the result is finite;
-            None: `found_inf` tells.
         """
-        flag = values.new_zeros(1, dtype=torch.float32) if found_inf is None else found_inf
         parts = bucket.parts = bucket.parts or self._parts(bucket.pieces)
         places = [values[_begin(runs) : _end(runs)] for runs in parts]
         sums = values
@@ -95,12 +90,11 @@ class Nodes:
         runs = parts[self._place]
         ours, place = sums[_begin(runs) : _end(runs)], places[self._place]
         ours.copy_(self._sum_in_node(places, values)[: ours.numel()])
-        options |= {"part": (runs, self._ranks), "found_inf": flag}
+        options |= {"part": (runs, self._ranks), "found_inf": found_inf}
         two_shot.all_reduce(sums, bucket, self._across, **options)
         if place.dtype != torch.float32:
-            convert(ours, place, found_inf=flag)
-        self._gather_in_node(places, flag)
-        return flag[0] == 0 if found_inf is None else None
+            convert(ours, place, found_inf=found_inf)
+        self._gather_in_node(places, found_inf)
 
     def reduce_scatter(
         self,

@@ -70,7 +70,7 @@ class BucketReducer:
             rule = Feedback.of(feedback)
             self._kind = rule.kind if rule else None
             options = (f"feedback={rule}", f"seed={seed}")
-            self.plan = Plan(Policy.of(codec), process_group, groups=groups, options=options)
+            self.plan = Plan(Policy.of(codec), *groups, options=options)
         self.residuals = Residuals(rule, process_group.size()) if rule else None
         self.seed = seed
         self.step = Step(0, StepStatus.COMMITTED)
@@ -311,19 +311,21 @@ class BucketReducer:
         exchange = (self.transform or self).exchange
         if self.thread is not None and not bucket.single:
             group = self.thread.group
-            coded, is_finite = self.thread.run(
+            options["found_inf"] = step.found_inf[tensor.device]
+            coded, has_come = self.thread.run(
                 tensor, lambda: exchange(tensor, bucket, group, finish, **options)
             )
-            step.checks.append(is_finite)
+            step.checks.append(has_come)
             return coded
         future: Any = torch._C.Future([] if tensor.is_cpu else [tensor.device])
         stream = None
+        decides = not tensor.is_cpu and choice.path.decides
         if not tensor.is_cpu:
             side = self.side = self.side or SideStream(tensor.device)
             stream = side.stream
             stream.wait_stream(torch._C._accelerator_getStream(tensor.device.index))
             stream.__enter__()
-            if choice.path.decides:
+            if decides:
                 if side.ahead is not None and not bucket.with_residual.keys() <= side.ahead:
                     self.settle_deferred()  # the flag is not about the sides of the others
                 side.open = True
@@ -331,14 +333,13 @@ class BucketReducer:
             else:
                 self.settle_deferred()
         try:
-            finite = exchange(tensor, bucket, self.process_group, finish, **options)
+            if not decides:
+                options["found_inf"] = step.found_inf[tensor.device]
+            exchange(tensor, bucket, self.process_group, finish, **options)
             future.set_result(tensor)
         finally:
             if stream is not None:
                 stream.__exit__(None, None, None)
-        if finite is not None:
-            read = bool if stream is None else side.read
-            step.checks.append(partial(read, finite))
         return future  # type: ignore[no-any-return]
 
     def exchange(
@@ -348,28 +349,28 @@ class BucketReducer:
         group: dist.ProcessGroup,
         finish: Callable[[torch.Tensor], object] | None = None,
         **options: Any,
-    ) -> torch.Tensor | None:
+    ) -> None:
         """Average a bucket; Python moves the payloads. See `two_shot.all_reduce`."""
         values = tensor if tensor.is_contiguous() else tensor.contiguous()
-        finite: torch.Tensor | None
         if bucket.single:
             encoded, self.encoded = self.encoded, None
-            finite = bucket.single.average(values, bucket, encoded=encoded, **options)
+            bucket.single.average(values, bucket, encoded=encoded, **options)
         elif self.nodes is not None and bucket.levels:
-            finite = self.nodes.all_reduce(values, bucket, **options)
+            self.nodes.all_reduce(values, bucket, **options)
         else:
-            finite = two_shot.all_reduce(values, bucket, group, **options)
+            two_shot.all_reduce(values, bucket, group, **options)
         if values is not tensor:
             tensor.copy_(values)
         if finish is not None:
             finish(tensor)
-        return finite
 
     def all_finite(self) -> bool:
         """Wait for this step's buckets; return whether their results are finite."""
-        finite = all([check() for check in self.step.checks])
-        if self.side is not None and self.side.open:
-            finite &= self.side.end_step()
+        finite, side = all([check() for check in self.step.checks]), self.side
+        for flag in self.step.found_inf.values():
+            finite &= not (bool(flag) if flag.is_cpu or side is None else side.read(flag))
+        if side is not None and side.open:
+            finite &= side.end_step()
         return finite
 
     @property
@@ -377,7 +378,7 @@ class BucketReducer:
         """Whether buckets have been reduced since the last step was settled, or an error has ended
         the reduction of one that had begun to use its residuals."""
         step = self.step
-        if step.checks or step.pieces or step.found_inf is not None:
+        if step.checks or step.pieces or step.found_inf:
             return True
         return self.side is not None and self.side.open
 
@@ -433,10 +434,8 @@ class BucketReducer:
             )
             step.checks.append(lambda: work.finite)
         else:
-            if step.found_inf is None:
-                step.found_inf = torch.zeros(1, dtype=torch.float32, device=output.device)
             options: dict[str, Any] = {"seed": self.seed, "step": step.number}
-            options |= {"average": average, "found_inf": step.found_inf}
+            options |= {"average": average, "found_inf": step.found_inf[output.device]}
             if self.nodes is not None and bucket.levels:
                 self.nodes.reduce_scatter(output, input, bucket, **options)
             else:
@@ -604,10 +603,8 @@ class BucketReducer:
         if self.factors.sums is not None:
             groups = self.layout.groups(self.process_group)
             self.factors.end(self._matrices(), groups, self.device)
-        found_inf, self.step.found_inf = self.step.found_inf, None
-        if found_inf is not None:
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self.process_group)
-            self.step.checks.append(lambda: float(found_inf) == 0)  # not the NaN of a failure
+        for flag in self.step.found_inf.values() if self.layout.scatters else ():
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.process_group)
 
     def _matrices(self) -> dict[str, Matrix]:
         """Return all parameters that may get factors now."""

@@ -547,7 +547,7 @@ class CompressionState:
             reducer.settle_deferred()
         if not reducer.has_results:
             return
-        finite = reducer.all_finite()
+        finite = reducer.all_finite() or step.status is StepStatus.OPEN  # which an error has ended
         came = finite and step.status is StepStatus.REDUCED
         waiting: Set[str] = set()
         if came and not last and self.discarded:
@@ -580,7 +580,8 @@ class CompressionState:
         return (
             self.adapter.defers
             and step.status is StepStatus.REDUCED
-            and not (step.checks or step.flushed or step.discarded or step.unused)
+            and not (step.checks or step.found_inf or step.flushed)
+            and not (step.discarded or step.unused)
             and not (self.plan.judges or side.is_full)
             and side.ahead in (None, step.pieces.keys())
             and not any(
