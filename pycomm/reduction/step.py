@@ -71,8 +71,8 @@ class Step:
         self.checks: list[Callable[[], bool]] = []
         """Wait for a result each, and return whether it is finite."""
         self.found_inf = Flags()
-        """Not 0: a result is not finite of those whose payloads Python has moved. Ranks have rows to
-        themselves, whose flags they share in `end_step`."""
+        """Not 0: a result is not finite of those whose payloads Python has moved. Ranks have
+        rows to themselves, whose flags they share in `end_step`."""
         self.pieces: dict[str, BucketPiece] = {}
         """The pieces with a residual that took part, by name."""
         self.flushed: set[str] = set()
