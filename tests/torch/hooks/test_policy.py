@@ -596,7 +596,7 @@ def test_loading_tells_of_other_names_and_sizes(rank, size, kind):
 # nothing.
 
 
-ENDS = ("is used", "overflows", "breaks off", "is discarded", "is discarded late")
+ENDS = ("is used", "overflows", "breaks off", "fails", "is discarded", "is discarded late")
 BETWEEN = ("is looked at", "is saved and loaded", "has another codec", "is exact")
 ORDERS = st.lists(st.sampled_from(ENDS + BETWEEN + ("is used",)), min_size=4, max_size=12)
 
@@ -630,6 +630,12 @@ def advance(rank: int, state: CompressionState, number: int, end: str) -> dict[s
         flat = gradient.reshape(-1).clone()
         if end == "overflows" and (rank, name) == (1, "small"):
             flat[3] = float("inf")
+        if end == "fails":  # after a bucket has begun to use its residuals
+            plan = mock.patch.multiple(state.plan, sampled={name: slice(1)}, probe=mock.DEFAULT)
+            with plan as of_plan, pytest.raises(pycomm.Error, match="out of memory"):
+                of_plan["probe"].side_effect = pycomm.Error("out of memory")
+                state.reduce(flat, [name])
+            return found
         found[name] = state.wait(state.reduce(flat, [name])).view(gradient.shape)
         if end == "is discarded":
             state.discard()
@@ -662,7 +668,8 @@ def play(rank: int, size: int, order: list[str]) -> None:
             if event != "is used":
                 overflows = event == "overflows"
                 undone = StepStatus.OVERFLOWED if overflows else StepStatus.ROLLED_BACK
-                assert step.status is undone
+                # Where nothing is owed, nothing has begun when it fails.
+                assert step.status is undone or (event == "fails" and not before)
                 assert equal(kept(state), before)
                 continue
             assert step.status is StepStatus.COMMITTED
@@ -678,5 +685,6 @@ def play(rank: int, size: int, order: list[str]) -> None:
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(order=ORDERS)
 @example(order=["is used", "is exact", "overflows", "is used"])  # which pays nothing, then all
+@example(order=["is used", "fails", "is used"])
 def test_steps_in_any_order_lose_nothing(pool, backend, order):
     pool.run(play, order, ranks=2, backend=backend)

@@ -13,7 +13,6 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,18 +28,15 @@ from pycomm.codecs.convert import convert
 from pycomm.feedback import Feedback, Residuals
 from pycomm.local_sgd import Blocking, Streamed
 from pycomm.policy.exchange import bytes_of
-from pycomm.reduction import nodes as by_nodes
-from pycomm.reduction import own_group, paths
+from pycomm.reduction import own_group
 from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.own_group import ExchangeThread
-from pycomm.reduction.state import CompressionState
 from tests.ranks import in_child
 from tests.torch.harness import (
     Chosen,
     all_equal,
     bucket_of,
     compressed_on,
-    equal,
     gradients,
     owed,
     reduced,
@@ -280,36 +276,6 @@ def test_a_rank_that_dies_is_an_error_of_backward(rank, ranks, nodes):
     assert state.residual_norms() == norms
     with pytest.raises(RuntimeError):  # at once: its group is of no use
         state.reduce(torch.ones(256 * 256), ["large"])
-
-
-@on_ranks(4, backend="gloo")
-def test_an_error_before_a_bucket_is_sent_loses_no_residual(rank, ranks):
-    """By nodes new buckets get residuals in the gradient, which such a step throws away."""
-    shapes = {"large": (256, 256), "small": (40, 70)}
-
-    def take(state: Any, step: int) -> list[torch.Tensor]:
-        given = gradients(rank, step, shapes=shapes)
-        names = list(shapes)[:: 1 if step == 0 else -1]
-        values = torch.cat([given[name].view(-1) for name in names])
-        state.begin_step()
-        state.wait(state.reduce(values, names))
-        state.end_step()
-        return [values]
-
-    found = []
-    for fails in (False, True):
-        state = CompressionState(FIXED)
-        for name, shape in shapes.items():
-            state.add(name, torch.zeros(shape))
-        with patch.object(by_nodes, "host", lambda: f"node {rank // 2}"):
-            state.reducer.find_nodes(CPU)
-        take(state, 0)
-        if fails:
-            error = patch.object(paths, "chosen", side_effect=pycomm.Error("out of memory"))
-            with error, pytest.raises(pycomm.Error, match="out of memory"):
-                take(state, 1)
-        found.append(take(state, 2))
-    assert equal(*found)
 
 
 # ------------------------------------------------------------------ rows, as FSDP2 has them
