@@ -473,17 +473,25 @@ class BucketReducer:
         return self.residuals.added(name, begin, end, row) if self.residuals else None
 
     def _reduce_plain(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Reduce by the group's own all_reduce: float64 and sparse tensors, which codecs refuse."""
+        """Average by the group's own all_reduce, exactly, as DDP does without a hook: float64 and
+        sparse tensors, which codecs refuse."""
         verdict: list[bool] = []
 
-        def look(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            result = done.value()
+        def look(result: torch.Tensor) -> torch.Tensor:
             values = result._values() if result.is_sparse else result
             verdict.append(bool(values.isfinite().all()))
             return result
 
         self.step.checks.append(lambda: verdict == [True])
-        return average(tensor, self.process_group).then(look)
+        group = self.process_group
+        tensor.div_(group.size())
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        plain: torch.futures.Future[torch.Tensor]
+        if backend.find(group, tensor.device):
+            plain = load_c10d().then(work, lambda results: look(results[0]))
+        else:
+            plain = work.get_future().then(lambda future: look(future.value()[0]))
+        return plain
 
     def bucket_of(self, names: tuple[str, ...], device: torch.device) -> Bucket:
         bucket = self.buckets.get(names)
@@ -654,18 +662,6 @@ class BucketReducer:
         for kept in everything:
             for bucket in [one for one in kept if names is None or not names.isdisjoint(one)]:
                 del kept[bucket]
-
-
-def average(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    """Average a tensor exactly, in place, as DDP does without a hook."""
-    tensor.div_(group.size())
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    plain: torch.futures.Future[torch.Tensor]
-    if backend.find(group, tensor.device):
-        plain = load_c10d().then(work, lambda results: results[0])
-    else:
-        plain = work.get_future().then(lambda future: future.value()[0])
-    return plain
 
 
 def completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
