@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -15,9 +16,9 @@ from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
 from pycomm.hooks.deepspeed import compress_engine, is_deepspeed
-from pycomm.hooks.fsdp import compress_shards, compressed_state
+from pycomm.hooks.fsdp import compress_shards, state_of_units
+from pycomm.hooks.fsdp_seams import units
 from pycomm.hooks.megatron import compress_chunk, is_megatron
-from pycomm.hooks.replaced import state_in
 from pycomm.policy import Policy
 from pycomm.reduction.refusals import DDP, refused
 from pycomm.reduction.state import CompressionState, DetachedState
@@ -92,7 +93,8 @@ def state_of(model: nn.Module) -> CompressionState | None:
     """Return the state of a compressed model, as `compress` returned it.
 
     Scripts under `pycomm.run` do not call `compress`; they need the state to save it. There, if a
-    model in fully_shard has had no forward yet, this call compresses it; that is collective.
+    model in fully_shard or replicate has had no forward yet, this call compresses it; that is
+    collective.
 
     Args:
         model: the model that was given to `compress`, compiled or not, or a module that contains
@@ -109,18 +111,19 @@ def state_of(model: nn.Module) -> CompressionState | None:
     typed("model", model, nn.Module)
     model = getattr(model, "_orig_mod", model)
     for module in model.modules():
+        if (hidden := _hidden_ddp(module)) is not None:
+            if _late and hidden._init_args:  # its first forward does this
+                hidden.lazy_init()
+            module = getattr(hidden, "_ddp", module)
         for _, state in getattr(module, "_comm_hooks", []):
             if isinstance(state, CompressionState):
                 return state
-        if (replaced := state_in(module)) is not None:
-            return replaced
-    sharded = next((m for m in model.modules() if isinstance(m, FSDPModule)), None)
-    if sharded is None:
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return None
-    if (found := compressed_state(model)) is None:
+    if (found := state_of_units(units(model))) is None:
         for act in _late:
             act(model)
-        found = compressed_state(model)
+        found = state_of_units(units(model))
     return found
 
 
@@ -175,6 +178,15 @@ def check_takes_hook(model: DistributedDataParallel) -> None:
         raise Error(refused(DDP, "`delay_all_reduce_named_params`"))
 
 
+def _hidden_ddp(module: nn.Module) -> Any:
+    """Return what torch keeps of a module in `replicate` of torch.distributed._composable, which
+    makes a DistributedDataParallel at its first forward; None: the module is in none."""
+    for kept in vars(module).get(STATE_KEY, {}).values():
+        if type(kept).__module__ == "torch.distributed._composable.replicate":
+            return kept
+    return None
+
+
 def _advice(model: nn.Module) -> str:
     """Return what to do with a model in another wrapper, or in none."""
     names = {type(module).__name__ for module in model.modules()}
@@ -182,6 +194,11 @@ def _advice(model: nn.Module) -> str:
         return "shard it with torch.distributed.fsdp.fully_shard, which FSDP1 has become"
     if "DataParallel" in names:
         return "DataParallel has one process; wrap the module in DistributedDataParallel"
+    if any(_hidden_ddp(module) is not None for module in model.modules()):
+        return (
+            "torch.distributed._composable.replicate makes a DistributedDataParallel at the first "
+            "forward: wrap the module in DistributedDataParallel yourself, or use pycomm.run"
+        )
     for attribute in ("module", "model"):
         inner = getattr(model, attribute, None)
         if isinstance(inner, nn.Module) and (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _POWERS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -16,7 +17,7 @@ def parse_count(text: str) -> int:
     """
     match = re.fullmatch(r"\s*([\d.]+(?:e\d\d?)?)\s*([kmgbt]?)\s*", text, re.IGNORECASE)
     powers = _POWERS | {"b": 1e9}
-    count = _number(match[1], text) * powers[match[2].lower()] if match else 0.0
+    count = _number(match[1], powers[match[2].lower()], text) if match else 0.0
     if count < 1:
         raise ValueError(f"cannot read the number {text!r}: want 25M, 7B or 1000")
     return round(count)
@@ -34,7 +35,7 @@ def parse_rate(text: str) -> tuple[float, bool]:
     if not match:
         raise ValueError(f"cannot read the rate {text!r}: want 100mbit, 10gbit or 25GB/s")
     bits = match[3] != "B"
-    rate = _number(match[1], text) * _POWERS[match[2].lower()] / (8 if bits else 1)
+    rate = _number(match[1], _POWERS[match[2].lower()], text) / (8 if bits else 1)
     if rate <= 0:
         raise ValueError(f"the rate {text!r} is not above 0")
     return rate, bits
@@ -49,7 +50,7 @@ def parse_time(text: str) -> float:
     match = re.fullmatch(r"\s*([\d.]+(?:e-?\d\d?)?)\s*(ns|us|ms|s|)\s*", text)
     if not match:
         raise ValueError(f"cannot read the time {text!r}: want 50us, 120ms or 0.3s")
-    return _number(match[1], text) * _SECONDS[match[2]]
+    return _number(match[1], _SECONDS[match[2]], text)
 
 
 def parse_share(text: str) -> float:
@@ -59,24 +60,27 @@ def parse_share(text: str) -> float:
         ValueError: the text is something else, or not from 0 to 1.
     """
     match = re.fullmatch(r"\s*([\d.]+(?:e-?\d+)?)\s*(%?)\s*", text)
-    share = _number(match[1], text) / (100 if match[2] else 1) if match else -1.0
+    share = _number(match[1], 1.0, text) / (100 if match[2] else 1) if match else -1.0
     if not 0 <= share <= 1:
         raise ValueError(f"cannot read the share {text!r}: want 0 to 100%, such as 0.1%")
     return share
 
 
-def _number(digits: str, text: str) -> float:
+def _number(digits: str, unit: float, text: str) -> float:
     try:
-        return float(digits)
+        number = float(digits) * unit
     except ValueError:
-        raise ValueError(f"cannot read the number in {text!r}") from None
+        number = math.inf
+    if number == math.inf:  # of 1.2.3, and of 1e999
+        raise ValueError(f"cannot read the number in {text!r}")
+    return number
 
 
 def format_time(seconds: float) -> str:
     """Return three digits and a unit: "1.23 ms"."""
     for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.3g} {name}" if seconds < 1000 * unit else f"{seconds:.0f} s"
+        if seconds >= 0.9995 * unit:  # else three digits would be "1e+03" of the smaller one
+            return f"{seconds / unit:.3g} {name}" if seconds < 999.5 * unit else f"{seconds:.0f} s"
     return f"{seconds / 1e-6:.3g} us"
 
 

@@ -201,7 +201,8 @@ def coded_run(group: Any, case: Case, x: torch.Tensor, y: torch.Tensor, spec: st
         own = getattr(native, f"compressed_{case.op.name}")
         return lambda: own(*tensors, bucket.native, bucket.sides, seed=0, step=0).wait()
     call: Any = getattr(two_shot, case.op.name)
-    return lambda: call(*tensors, bucket, group, seed=0, step=0)
+    how = {"seed": 0, "step": 0, "found_inf": tensors[0].new_zeros(1, dtype=torch.float32)}
+    return lambda: call(*tensors, bucket, group, **how)
 
 
 def torch_store(store: _C.Store, rank: int) -> dist.Store:

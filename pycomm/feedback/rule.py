@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from pycomm.arguments import guess, number, put, typed
@@ -67,8 +67,8 @@ class Feedback:
 
     def __str__(self) -> str:
         """Return the text from which `of` makes an equal object."""
-        given = [(f.name, getattr(self, f.name)) for f in fields(self)[1:]]
-        options = [f"{k}={v}" for k, v in given if v]
+        names = ("decay", "storage") if self.kind != "residual" else ("storage",)
+        options = [f"{name}={getattr(self, name)}" for name in names]
         return f"{self.kind}:{','.join(options)}"
 
     def kept(self, numel: int, codec: Codec | None = None) -> Feedback:

@@ -54,7 +54,10 @@ class _Finder(MetaPathFinder):
         if name != self._name:
             return None
         sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:  # who asks may not import, or in vain
+            sys.meta_path.insert(0, self)
         if spec is not None and spec.loader is not None:
             spec.loader = _Acting(spec.loader, self._act)
         return spec

@@ -20,13 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllocMixin
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMeshInfo
 
 from pycomm.codecs import Codec
 from pycomm.errors import Error
 from pycomm.hooks.fsdp_seams import Unit, leave_replicas_to_the_hook, units
 from pycomm.log import warn_once
-from pycomm.policy import CODED, Policy, agree_on_options
+from pycomm.policy import CODED, Policy
 from pycomm.reduction.adapter import Adapter, Layout
 from pycomm.reduction.refusals import FSDP, HSDP, MOMENTA, refused
 from pycomm.reduction.state import CompressionState
@@ -71,10 +72,6 @@ def compress_shards(
     state = CompressionState(codec, process_group=group, adapter=adapter, **options)
     hooks = FSDPHooks(state, found)
     state.agree()
-    if layout.shard_group is not None and not scatters:
-        # So far only the replicas of each shard have compared what they were given.
-        terms = [f"gradients: {term}" for term in state.plan.terms]
-        agree_on_options(terms, layout.shard_group, state.process_group)
     if state.residuals:
         reducer = state.reducer
         state.discarded = DiscardedGradients(reducer.names, reducer.by_name, early=True)
@@ -146,12 +143,6 @@ class Comm:
         self.hooks, self.reducer = hooks, hooks.state.reducer
         self._unit = unit
 
-    def allocate(
-        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """Return a buffer for a message."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
     def _reducible(self, tensor: torch.Tensor, numel: int) -> bool:
         """Return whether all parameters have gradients; logs once if they do not."""
         names, plan = self._unit.trained(), self.reducer.plan
@@ -175,7 +166,7 @@ class Comm:
         return True
 
 
-class CompressedReduceScatter(Comm, ReduceScatter):
+class CompressedReduceScatter(Comm, DefaultAllocMixin, ReduceScatter):
     """Compressed reduce-scatter for `FSDPModule.set_custom_reduce_scatter`."""
 
     def __call__(
@@ -239,7 +230,7 @@ class ReplicaHook(Comm):
 
 
 def check_averages(model: nn.Module, who: str) -> list[dist.ProcessGroup]:
-    """Check that torch averages the gradients; return the groups of ranks that it averages over.
+    """Check that torch averages the gradients; return the groups of ranks, as of `Plan`.
 
     Args:
         model: the model.
@@ -262,10 +253,10 @@ def check_averages(model: nn.Module, who: str) -> list[dist.ProcessGroup]:
             if parameter.fsdp_placement.dim != 0 and parameter.sharded_param.ndim > 1:
                 where = {"name": name, "dim": parameter.fsdp_placement.dim}
                 raise ValueError(f"{who}: {refused(MOMENTA, 'shards that are not rows', **where)}")
-        if isinstance(group.mesh_info, DDPMeshInfo):
-            groups[group.mesh_info.replicate_process_group] = None
         if isinstance(group.mesh_info, FSDPMeshInfo):
             groups[group.mesh_info.shard_process_group] = None
+        if isinstance(group.mesh_info, DDPMeshInfo):
+            groups[group.mesh_info.replicate_process_group] = None
     return list(groups)
 
 
@@ -277,7 +268,7 @@ def _mesh_info(found: Sequence[Unit]) -> Any:
             "parts of this model are reduced in different groups of ranks: compress each part by "
             "itself, pycomm.compress(part, ...), before anything else has run"
         )
-    if _state_of(found) is not None:
+    if state_of_units(found) is not None:
         raise Error(
             "this model, or a part of it, is compressed already: change its codec by "
             "set_policy() of that state"
@@ -285,12 +276,8 @@ def _mesh_info(found: Sequence[Unit]) -> Any:
     return infos[0]
 
 
-def compressed_state(model: nn.Module) -> CompressionState | None:
-    """Return the state that compresses a model in fully_shard, if there is one."""
-    return _state_of(units(model))
-
-
-def _state_of(found: Iterable[Unit]) -> CompressionState | None:
+def state_of_units(found: Iterable[Unit]) -> CompressionState | None:
+    """Return the state that compresses parts of a model in fully_shard, if there is one."""
     for unit in found:
         for comm in (unit.group._reduce_scatter_comm, unit.group._all_reduce_hook):
             if isinstance(comm, Comm):

@@ -520,18 +520,17 @@ class Momenta:
         group: dist.ProcessGroup,
         finish: Callable[[torch.Tensor], object] | None = None,
         **options: Any,
-    ) -> torch.Tensor | None:
+    ) -> None:
         """See `BucketReducer`; kernels make the momentum of the gradients before it, and after."""
         job, self._job = self._job, None  # None on the CPU, where another thread may call this
-        if job is None:
-            return self.reducer.exchange(tensor, bucket, group, finish, **options)
-        if not job.encoded:
+        if job is not None and not job.encoded:
             job.encode(options.get("swapped"))
-        finite = self.reducer.exchange(tensor, bucket, group, finish, **options)
+        self.reducer.exchange(tensor, bucket, group, finish, **options)
+        if job is None:
+            return
         if job.table.own is not None and not bucket.single:
             job.sent()
         job.land()
-        return finite
 
     def _room_for(self, values: torch.Tensor) -> torch.Tensor:
         """Return memory for a copy of values, on the CPU, where `_spare` gets it back.

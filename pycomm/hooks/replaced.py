@@ -15,13 +15,11 @@ from torch import nn
 from pycomm.errors import Error
 from pycomm.reduction.state import CompressionState
 
-_ATTRIBUTE = "_pycomm_state"
-
 
 def attach(state: CompressionState, wrapper: nn.Module) -> None:
-    """Let `state_in` find the state of a wrapper whose parameters it has; collective."""
+    """Let `pycomm.state_of` find the state of a wrapper whose parameters it has; collective."""
     state.agree()
-    vars(wrapper)[_ATTRIBUTE] = state
+    vars(wrapper)["_comm_hooks"] = [(None, state)]  # as DDP has its hooks
 
 
 def replace(owner: Any, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -41,19 +39,13 @@ def replace(owner: Any, name: str, function: Callable[..., Any]) -> Callable[...
     return original
 
 
-def state_in(wrapper: nn.Module) -> CompressionState | None:
-    """Return the state that reduces a wrapper's gradients, if there is one."""
-    found: CompressionState | None = vars(wrapper).get(_ATTRIBUTE)
-    return found
-
-
 def refuse_second(wrapper: nn.Module, what: str) -> None:
     """Refuse to compress a wrapper twice.
 
     Raises:
         Error: it has a state.
     """
-    if state_in(wrapper) is not None:
+    if "_comm_hooks" in vars(wrapper):
         raise Error(
             f"this {what} is compressed already: change its codec by set_policy() of that state; "
             "under pycomm.run --codec leave out this line"

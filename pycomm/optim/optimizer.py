@@ -122,7 +122,6 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
             if getattr(part, "sparse", False) and hasattr(part, "weight")
         }
         self._check_groups(self.param_groups)
-        self._ranks = groups  # with equal settings
         with_scaler = "with" if scaler is not None else "without"
         lines = [f"{name}, refresh={refresh}, {with_scaler} a GradScaler"]
         agree_on_options(lines + self._terms(self.param_groups), *groups)
@@ -249,7 +248,7 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         added = self.param_groups[-1:]
         try:
             self._check_groups(added)
-            agree_on_options(self._terms(added), *self._ranks)
+            agree_on_options(self._terms(added), *self.compression.plan.groups)
         except Exception:
             self.param_groups.pop()
             raise

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from pycomm.codecs import Codec, short_text
 from pycomm.log import logger, tell
-from pycomm.policy.exchange import gather
+from pycomm.policy.exchange import gather_in_mesh
 from pycomm.policy.quality import finer, nominal_error, reduced_error
 from pycomm.policy.rules import Decision, Guard
 
@@ -140,17 +140,19 @@ class Checks:
 
     Args:
         guard: options of the checks.
-        group: the ranks that reduce together.
+        groups: as of `Plan`.
         clock: function that returns seconds since some moment.
     """
 
-    def __init__(self, guard: Guard, group: dist.ProcessGroup, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, guard: Guard, groups: Sequence[dist.ProcessGroup], clock: Callable[[], float]
+    ) -> None:
         self.guard = guard
         self.every = guard.every
         """Steps between checks; grows if checks cost too much."""
         self.wanted: dict[str, slice] = {}
         """The slice of each parameter in the current check; `probe` takes out what it samples."""
-        self._group = group
+        self._groups, self._group = groups, groups[-1]
         self._clock = clock
         self._codecs: dict[str, Codec] = {}  # codecs of the parameters in the check
         self._next = 0
@@ -294,7 +296,7 @@ class Checks:
         self._cost = 0.0
         begin = self._clock()
         spent = [cost, self._exchanged, seconds]
-        rows = gather([*spent, *numbers], self._group, device)
+        rows = gather_in_mesh([*spent, *numbers], self._groups, device)
         self._exchanged = self._clock() - begin
         costs, exchanges, steps = zip(*(row[: len(spent)] for row in rows), strict=True)
         # Most of an exchange is waiting for other ranks, which the step's first bucket would do

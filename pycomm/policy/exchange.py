@@ -25,6 +25,23 @@ def gather(
     return start_gather(numbers, group, device)()
 
 
+def gather_in_mesh(
+    numbers: Sequence[float], groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> list[list[float]]:
+    """Return the numbers of every rank of a mesh, in one order on all of them; collective.
+
+    Args:
+        numbers, device: as for `gather`.
+        groups: the group; for a mesh the groups along its dimensions, the last one first.
+    """
+    rows = [list(numbers)]
+    for group in groups:
+        sent = [number for row in rows for number in row]
+        size, came = len(numbers), gather(sent, group, device)
+        rows = [row[at : at + size] for row in came for at in range(0, len(sent), size)]
+    return rows
+
+
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Return the bytes of a tensor on the CPU, without numpy, which torch does not bring."""
     flat = tensor.contiguous()

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -25,7 +26,7 @@ from pycomm.log import logger, tell
 from pycomm.policy.agreement import agree, agree_on_options, grouped, summary
 from pycomm.policy.auto import TRYING, Auto, accurate_enough
 from pycomm.policy.checks import BucketProbe, Checks, Quality, ResidualOf
-from pycomm.policy.exchange import gather
+from pycomm.policy.exchange import gather_in_mesh
 from pycomm.policy.names import few
 from pycomm.policy.quality import bits, finer, nominal_error
 from pycomm.policy.rules import AUTO, EXACT, Decision, Parameter, Policy
@@ -38,7 +39,8 @@ class Plan:
 
     Args:
         policy: the policy, equal on all ranks.
-        group: the ranks that reduce together.
+        groups: the ranks that reduce together; of a mesh, whose ranks decide together, the groups
+            along its dimensions, of which the last one reduces.
         options: other options that must be equal on all ranks, a line for each.
         clock: function that returns seconds since some moment.
 
@@ -49,12 +51,12 @@ class Plan:
     def __init__(
         self,
         policy: Policy,
-        group: dist.ProcessGroup,
-        *,
+        *groups: dist.ProcessGroup,
         options: Sequence[str] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.group, self._options, self._clock = group, options, clock
+        self.groups, self.group = groups, groups[-1]
+        self._options, self._clock = options, clock
         self.step = 0
         self.decisions: dict[str, Decision] = {}
         """Decisions by parameter name. A change replaces the decision, only between two steps."""
@@ -69,10 +71,8 @@ class Plan:
         """Take a policy that no parameter has a decision of yet; or raise, and change nothing."""
         terms = (*policy.terms(), *self._options)
         # This check comes first, since ranks with other rules would call other collectives.
-        agree_on_options(terms, self.group)
+        agree_on_options(terms, *self.groups)
         self.policy = policy
-        self.terms = terms
-        """The policy's fields and the options, equal on all ranks, a line for each."""
         self.exactly: dict[str, str] = {}
         """Parameters that currently travel exactly in spite of their decision, with the reason."""
         self.sampled: Mapping[str, slice] = {}
@@ -88,7 +88,7 @@ class Plan:
             found = {short_text(c): c for c in accurate_enough(policy)}
             self._candidates = found  # by the texts that `auto` knows
             self._auto = Auto({text: bits(codec) for text, codec in found.items()})
-        self._checks = Checks(policy.guard, self.group, self._clock) if policy.guard else None
+        self._checks = Checks(policy.guard, self.groups, self._clock) if policy.guard else None
         self._escalated: dict[str, tuple[Codec, str]] = {}
         self._agreed: set[str] = set()
         self._since: dict[str, int] = {}  # first step of a parameter's codec
@@ -163,7 +163,8 @@ class Plan:
         changes = self._judge(device, finite)
         warm, _ = self.policy.stage(self._for_step)
         if self._auto and seconds is not None and not warm:
-            changes |= self._auto.step(seconds, lambda ours: gather(ours, self.group, device))
+            exchange = partial(gather_in_mesh, groups=self.groups, device=device)
+            changes |= self._auto.step(seconds, exchange)
         self._for_step = step
         stage = self.policy.stage(step)
         changes |= stage != self._stage

@@ -188,7 +188,7 @@ class Guard:
         put(self, share=number("guard: share", self.share))
         if not 0 < self.share <= 1:
             raise ValueError(f"guard: share={self.share} must be above 0 and at most 1")
-        if self.limit is not None:
+        if self.limit not in (None, math.inf):
             put(self, limit=number("guard: limit", self.limit))
         typed("guard: escalate", self.escalate, bool)
 

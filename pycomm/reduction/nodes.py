@@ -72,21 +72,16 @@ class Nodes:
         values: torch.Tensor,
         bucket: Bucket,
         *,
-        found_inf: torch.Tensor | None = None,
+        found_inf: torch.Tensor,
         **options: Any,
-    ) -> torch.Tensor | None:
+    ) -> None:
         """Average values over all ranks; see `two_shot.all_reduce`, which this has the results of.
 
         Args:
             values: floats of 16 or 32 bits [bucket.numel], contiguous; holds the result afterwards.
             bucket: made with ``levels=self.levels``.
             found_inf, options: as for `two_shot.all_reduce`.
-
-        Returns:
-            A bool tensor without dimensions, equal on all ranks: whether the result is finite;
-            None: `found_inf` tells.
         """
-        flag = torch.zeros_like(values[:1], dtype=torch.float32) if found_inf is None else found_inf
         parts = bucket.parts = bucket.parts or self._parts(bucket.pieces)
         places = [values[_begin(runs) : _end(runs)] for runs in parts]
         sums = values
@@ -95,39 +90,36 @@ class Nodes:
         runs = parts[self._place]
         ours, place = sums[_begin(runs) : _end(runs)], places[self._place]
         ours.copy_(self._sum_in_node(places, values)[: ours.numel()])
-        options |= {"part": (runs, self._ranks), "found_inf": flag}
+        options |= {"part": (runs, self._ranks), "found_inf": found_inf}
         two_shot.all_reduce(sums, bucket, self._across, **options)
         if place.dtype != torch.float32:
-            convert(ours, place, found_inf=flag)
-        self._gather_in_node(places, flag)
-        return flag[0] == 0 if found_inf is None else None
+            convert(ours, place, found_inf=found_inf)
+        self._gather_in_node(places, found_inf)
 
     def reduce_scatter(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
         bucket: Bucket,
-        group: dist.ProcessGroup,
         *,
+        found_inf: torch.Tensor,
         average: bool,
         **options: Any,
-    ) -> torch.Tensor:
+    ) -> None:
         """Sum or average rows; see `two_shot.reduce_scatter`.
 
         A node sums all rows exactly, each rank those for the ranks at its place of all nodes, and
         codes the sums for these.
 
         Args:
-            output, input, average, options: as there.
+            output, input, found_inf, average, options: as there.
             bucket: made with ``levels=self.levels`` and a row for each rank.
-            group: the ranks for which this was made.
         """
         every = input.view(self._ranks, -1)[self._by_place].to(torch.float32)
         rows = every.new_empty(len(self._numbers), every.shape[1])
         dist.reduce_scatter_tensor(rows.view(-1), every.view(-1), group=self._node)
         wide = output.dtype == torch.float32
         result = output if wide else torch.empty_like(output, dtype=torch.float32)
-        found_inf = rows.new_zeros(1)
         two_shot.exchange(
             "reduce_scatter",
             lambda: rows_plan(bucket.pieces, self._numbers),
@@ -141,7 +133,6 @@ class Nodes:
         )
         if not wide:
             convert(result, output, found_inf=found_inf)
-        return two_shot.all_finite(found_inf == 0, group)
 
     def part_of(self, pieces: Sequence[BucketPiece]) -> tuple[int, int, Sequence[Run]]:
         """Return our number among the ranks that code the same part, theirs, and the part.

@@ -137,17 +137,16 @@ class ExchangeThread:
         _living.add(self)
 
     def run(
-        self, tensor: torch.Tensor, reduce: Callable[[], torch.Tensor | None]
+        self, tensor: torch.Tensor, reduce: Callable[[], object]
     ) -> tuple[torch.futures.Future[torch.Tensor], Callable[[], bool]]:
         """Queue the reduction of a bucket; all ranks queue the same ones in the same order.
 
         Args:
             tensor: what the reduction reads and writes.
-            reduce: returns whether the result is finite, as a tensor of one value.
+            reduce: makes `tensor` the result.
 
         Returns:
-            A future of `tensor`; and a function that waits for it, and returns whether it has come
-            and is finite.
+            A future of `tensor`; and a function that waits for it, and returns whether it has come.
 
         Raises:
             BaseException: the error of an earlier reduction, after which the group is of no use.
@@ -158,7 +157,7 @@ class ExchangeThread:
         came: Any = torch._C.Future([])
         under_way = threading.Lock()
         under_way.acquire()
-        finite: list[torch.Tensor | None] = []
+        done: list[bool] = []
         # Whoever has waited may drop the state, which the reduction holds, and expect it to go.
         held, errors = [reduce], self._errors
         del reduce
@@ -166,7 +165,8 @@ class ExchangeThread:
         def task() -> None:
             try:
                 if not errors:
-                    finite.append(held[0]())
+                    held[0]()
+                    done.append(True)
             except BaseException as error:
                 errors.append(error)
             held.clear()
@@ -176,13 +176,13 @@ class ExchangeThread:
             under_way.release()
             came.set_result(errors[0] if errors else tensor)
 
-        def is_finite() -> bool:
+        def has_come() -> bool:
             with under_way:
-                return bool(finite) and bool(finite[0])
+                return bool(done)
 
         self.submit(task)
         # DDP reads the value of a future, and would take an error for one.
-        return came.then(lambda future: future.value()), is_finite
+        return came.then(lambda future: future.value()), has_come
 
     def submit(self, task: Callable[[], None]) -> None:
         """Queue a function that raises nothing, and uses the group as those of the other ranks."""

@@ -63,17 +63,18 @@ class BucketReducer:
         if process_group is None:
             raise Error("there is no process group: call init_process_group first")
         self.process_group: dist.ProcessGroup = process_group
-        with refused_together(process_group):
+        self.layout = adapter.layout
+        groups = self.layout.groups(process_group)[::-1]
+        with refused_together(*groups):
             seed = whole("seed", seed, 0, 2**64 - 1)
             rule = Feedback.of(feedback)
             self._kind = rule.kind if rule else None
             options = (f"feedback={rule}", f"seed={seed}")
-            self.plan = Plan(Policy.of(codec), process_group, options=options)
+            self.plan = Plan(Policy.of(codec), *groups, options=options)
         self.residuals = Residuals(rule, process_group.size()) if rule else None
         self.seed = seed
         self.step = Step(0, StepStatus.COMMITTED)
         """The current step."""
-        self.layout = adapter.layout
         self.transform = transform
         """What takes the place of the gradients before they are coded: the `Momenta` of an
         optimizer, which says what its methods do; None: nothing does. Its coarse payloads are
@@ -258,12 +259,12 @@ class BucketReducer:
         if self.factors.sums is not None:
             self.factors.look(tensor, bucket, self.matrix)
         divided = bool(self.factors.current) and self._divide(tensor, bucket)
+        step.pieces.update(bucket.with_residual)
         for residual in bucket.residuals:
             if residual is not None and (residual.in_place or residual.layouts != bucket.layouts):
                 self.settle_deferred()
                 self._use(bucket, tensor)
                 break
-        step.pieces.update(bucket.with_residual)
         step.flushed |= bucket.flushed
         probe = None
         if self.plan.sampled:
@@ -310,19 +311,21 @@ class BucketReducer:
         exchange = (self.transform or self).exchange
         if self.thread is not None and not bucket.single:
             group = self.thread.group
-            coded, is_finite = self.thread.run(
+            options["found_inf"] = step.found_inf[tensor.device]
+            coded, has_come = self.thread.run(
                 tensor, lambda: exchange(tensor, bucket, group, finish, **options)
             )
-            step.checks.append(is_finite)
+            step.checks.append(has_come)
             return coded
         future: Any = torch._C.Future([] if tensor.is_cpu else [tensor.device])
         stream = None
+        decides = not tensor.is_cpu and choice.path.decides
         if not tensor.is_cpu:
             side = self.side = self.side or SideStream(tensor.device)
             stream = side.stream
             stream.wait_stream(torch._C._accelerator_getStream(tensor.device.index))
             stream.__enter__()
-            if choice.path.decides:
+            if decides:
                 if side.ahead is not None and not bucket.with_residual.keys() <= side.ahead:
                     self.settle_deferred()  # the flag is not about the sides of the others
                 side.open = True
@@ -330,14 +333,13 @@ class BucketReducer:
             else:
                 self.settle_deferred()
         try:
-            finite = exchange(tensor, bucket, self.process_group, finish, **options)
+            if not decides:
+                options["found_inf"] = step.found_inf[tensor.device]
+            exchange(tensor, bucket, self.process_group, finish, **options)
             future.set_result(tensor)
         finally:
             if stream is not None:
                 stream.__exit__(None, None, None)
-        if finite is not None:
-            read = bool if stream is None else side.read
-            step.checks.append(partial(read, finite))
         return future  # type: ignore[no-any-return]
 
     def exchange(
@@ -347,34 +349,38 @@ class BucketReducer:
         group: dist.ProcessGroup,
         finish: Callable[[torch.Tensor], object] | None = None,
         **options: Any,
-    ) -> torch.Tensor | None:
+    ) -> None:
         """Average a bucket; Python moves the payloads. See `two_shot.all_reduce`."""
         values = tensor if tensor.is_contiguous() else tensor.contiguous()
-        finite: torch.Tensor | None
         if bucket.single:
             encoded, self.encoded = self.encoded, None
-            finite = bucket.single.average(values, bucket, encoded=encoded, **options)
+            bucket.single.average(values, bucket, encoded=encoded, **options)
         elif self.nodes is not None and bucket.levels:
-            finite = self.nodes.all_reduce(values, bucket, **options)
+            self.nodes.all_reduce(values, bucket, **options)
         else:
-            finite = two_shot.all_reduce(values, bucket, group, **options)
+            two_shot.all_reduce(values, bucket, group, **options)
         if values is not tensor:
             tensor.copy_(values)
         if finish is not None:
             finish(tensor)
-        return finite
 
     def all_finite(self) -> bool:
         """Wait for this step's buckets; return whether their results are finite."""
-        finite = all([check() for check in self.step.checks])
-        if self.side is not None and self.side.open:
-            finite &= self.side.end_step()
+        finite, side = all([check() for check in self.step.checks]), self.side
+        for flag in self.step.found_inf.values():
+            finite &= not (bool(flag) if flag.is_cpu or side is None else side.read(flag))
+        if side is not None and side.open:
+            finite &= side.end_step()
         return finite
 
     @property
     def has_results(self) -> bool:
-        """Whether buckets have been reduced since the last step was settled."""
-        return bool(self.step.checks) or (self.side is not None and self.side.open)
+        """Whether buckets have been reduced since the last step was settled, or an error has ended
+        the reduction of one that had begun to use its residuals."""
+        step = self.step
+        if step.checks or step.pieces or step.found_inf:
+            return True
+        return self.side is not None and self.side.open
 
     def settle_deferred(self) -> None:
         """Let the host know of the steps about which the device has decided; see `SideStream`."""
@@ -415,8 +421,8 @@ class BucketReducer:
         if self.factors.sums is not None:
             self.factors.look(input, bucket, self.matrix)
         divided = bool(self.factors.current) and self._divide(input, bucket)
-        self._use(bucket, input)
         step.pieces.update(bucket.with_residual)
+        self._use(bucket, input)
         step.flushed |= bucket.flushed
         probe = self.plan.probe(
             input, bucket.pieces, self._residual_of, rows=self.layout.rows, average=average
@@ -428,13 +434,12 @@ class BucketReducer:
             )
             step.checks.append(lambda: work.finite)
         else:
-            scatter: Callable[..., torch.Tensor] = two_shot.reduce_scatter
+            options: dict[str, Any] = {"seed": self.seed, "step": step.number}
+            options |= {"average": average, "found_inf": step.found_inf[output.device]}
             if self.nodes is not None and bucket.levels:
-                scatter = self.nodes.reduce_scatter
-            finite = scatter(
-                output, input, bucket, group, seed=self.seed, step=step.number, average=average
-            )
-            step.checks.append(lambda: bool(finite))
+                self.nodes.reduce_scatter(output, input, bucket, **options)
+            else:
+                two_shot.reduce_scatter(output, input, bucket, group, **options)
 
         def wait() -> None:
             if native is not None:
@@ -468,17 +473,25 @@ class BucketReducer:
         return self.residuals.added(name, begin, end, row) if self.residuals else None
 
     def _reduce_plain(self, tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Reduce by the group's own all_reduce: float64 and sparse tensors, which codecs refuse."""
+        """Average by the group's own all_reduce, exactly, as DDP does without a hook: float64 and
+        sparse tensors, which codecs refuse."""
         verdict: list[bool] = []
 
-        def look(done: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
-            result = done.value()
+        def look(result: torch.Tensor) -> torch.Tensor:
             values = result._values() if result.is_sparse else result
             verdict.append(bool(values.isfinite().all()))
             return result
 
         self.step.checks.append(lambda: verdict == [True])
-        return average(tensor, self.process_group).then(look)
+        group = self.process_group
+        tensor.div_(group.size())
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+        plain: torch.futures.Future[torch.Tensor]
+        if backend.find(group, tensor.device):
+            plain = load_c10d().then(work, lambda results: look(results[0]))
+        else:
+            plain = work.get_future().then(lambda future: look(future.value()[0]))
+        return plain
 
     def bucket_of(self, names: tuple[str, ...], device: torch.device) -> Bucket:
         bucket = self.buckets.get(names)
@@ -592,11 +605,14 @@ class BucketReducer:
         )
         factors.sums = {} if looks else None  # an error may have ended the last look
 
-    def end_look(self) -> None:
-        """End a look at rows and columns, after the buckets of a step; collective."""
+    def end_buckets(self) -> None:
+        """End a look at rows and columns after a step's buckets, and tell all ranks whether the
+        rows of each are finite; collective."""
         if self.factors.sums is not None:
             groups = self.layout.groups(self.process_group)
             self.factors.end(self._matrices(), groups, self.device)
+        for flag in self.step.found_inf.values() if self.layout.scatters else ():
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.process_group)
 
     def _matrices(self) -> dict[str, Matrix]:
         """Return all parameters that may get factors now."""
@@ -646,18 +662,6 @@ class BucketReducer:
         for kept in everything:
             for bucket in [one for one in kept if names is None or not names.isdisjoint(one)]:
                 del kept[bucket]
-
-
-def average(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.futures.Future[torch.Tensor]:
-    """Average a tensor exactly, in place, as DDP does without a hook."""
-    tensor.div_(group.size())
-    work = dist.all_reduce(tensor, group=group, async_op=True)
-    plain: torch.futures.Future[torch.Tensor]
-    if backend.find(group, tensor.device):
-        plain = load_c10d().then(work, lambda results: results[0])
-    else:
-        plain = work.get_future().then(lambda future: future.value()[0])
-    return plain
 
 
 def completed(tensor: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

@@ -103,15 +103,15 @@ def load_saved(
         group: the ranks that load.
 
     Raises:
-        ValueError: the checkpoint has nothing under the key.
+        ValueError: the checkpoint has no state under the key.
     """
     reader = FileSystemReader(checkpoint_id)
     metadata = reader.read_metadata()
     wanted: dict[str, Any] = {}
     found = False
     for flat, path in (metadata.planner_data or {}).items():
-        found |= path[0] == key
-        if path[0] != key or path[1] not in parts:
+        found |= path[:2] == (key, "about")
+        if len(path) < 2 or path[0] != key or path[1] not in parts:
             continue
         place = wanted
         for step in path[1:-1]:
@@ -123,7 +123,8 @@ def load_saved(
             place[path[-1]] = ()
     if not found:
         raise ValueError(
-            f"the checkpoint {checkpoint_id} has nothing under {key!r}: pass the key of dcp.save"
+            f"the checkpoint {checkpoint_id} has no state of pycomm under {key!r}: pass the key of "
+            "dcp.save"
         )
     state = {key: wanted}
     load(state, storage_reader=reader, process_group=group)

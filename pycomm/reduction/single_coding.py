@@ -89,16 +89,16 @@ class SingleCoding:
         seed: int,
         encoded: Callable[[], None] | None,
         **options: Any,
-    ) -> torch.Tensor | None:
+    ) -> None:
         """Average `values` over the group, in place.
 
         Args:
             values: floats of 16 or 32 bits [bucket.numel], contiguous.
             bucket: the bucket for which this was made.
-            seed, encoded, options: as for `two_shot.exchange`, whose result and errors it has.
+            seed, encoded, options: as for `two_shot.exchange`, whose errors it raises.
         """
         both = values, values
-        result = two_shot.exchange(
+        two_shot.exchange(
             *("single", self._plan, *both, bucket, self._group),
             seed=seed,
             divisor=self._ranks,
@@ -106,14 +106,13 @@ class SingleCoding:
             **options,
         )
         if not self.gathers:
-            result = two_shot.exchange(
+            two_shot.exchange(
                 *("answers", self._plan_of_answers, *both, self._answers, self._group),
                 seed=seed ^ _ANSWER_SEED,
                 divisor=1,
                 # What is not finite in our chunk is so in its answer, too, which all ranks get.
                 **options,
             )
-        return result
 
     def path(self, bucket: Bucket, values: torch.Tensor) -> paths.ChosenPath:
         """Return the path of `average`, whose arguments these are."""

@@ -20,8 +20,8 @@ from pycomm.errors import Error
 from pycomm.feedback import Feedback, reshard, sources
 from pycomm.log import warn_once
 from pycomm.policy import Decision, Plan, Policy, refused_together
-from pycomm.policy.exchange import gather
-from pycomm.policy.names import matching, renamed
+from pycomm.policy.exchange import gather_in_mesh
+from pycomm.policy.names import few, matching, renamed
 from pycomm.reduction import members, paths
 from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.factors import names_in
@@ -171,7 +171,7 @@ class CompressionState:
         self.settle()
         of = Policy.of if self.transform is None else self.transform.policy_of
         try:
-            with refused_together(self.process_group):
+            with refused_together(*self.plan.groups):
                 self.plan.follow(of(codec), self.reducer.device)
         finally:
             self.reducer.forget_buckets()  # whose codecs may have changed even if ranks disagree
@@ -405,7 +405,7 @@ class CompressionState:
                 ranks.
 
         Raises:
-            ValueError: the checkpoint has nothing under this key.
+            ValueError: the checkpoint has no state under this key.
         """
         self._check_idle()
         about = load_saved(checkpoint_id, key, ["about"], self.process_group)["about"]
@@ -431,10 +431,15 @@ class CompressionState:
             momentum: multiply feedback's momentum, too, if it has the kind momentum.
         """
         factor = number("factor", factor)
-        if factor <= 0:
-            raise ValueError(f"factor={factor} is not above 0")
+        if not 0 < factor < 2.0**128:
+            raise ValueError(f"factor={factor} is not above 0, or too large for float32")
         if isinstance(names, str):
             raise TypeError(f"names={names!r} is one text: want names in a list")
+        if names is not None:
+            given = list(names)
+            names = matching(given, self.decisions).values()  # a wrapper puts "module." before them
+            if given and not names:
+                raise ValueError(f"names={few(given)}: names here are {few(self.decisions)}")
         self.settle()
         if self.residuals:
             self.residuals.scale(factor, names, momentum=momentum)
@@ -504,7 +509,7 @@ class CompressionState:
         """
         reducer, step = self.reducer, self.reducer.step
         try:
-            reducer.end_look()
+            reducer.end_buckets()
         except BaseException:
             step.status = StepStatus.ROLLED_BACK  # so that no later call takes it for reduced
             raise
@@ -542,7 +547,7 @@ class CompressionState:
             reducer.settle_deferred()
         if not reducer.has_results:
             return
-        finite = reducer.all_finite()
+        finite = reducer.all_finite() or step.status is StepStatus.OPEN  # which an error has ended
         came = finite and step.status is StepStatus.REDUCED
         waiting: Set[str] = set()
         if came and not last and self.discarded:
@@ -575,7 +580,8 @@ class CompressionState:
         return (
             self.adapter.defers
             and step.status is StepStatus.REDUCED
-            and not (step.checks or step.flushed or step.discarded or step.unused)
+            and not (step.checks or step.found_inf or step.flushed)
+            and not (step.discarded or step.unused)
             and not (self.plan.judges or side.is_full)
             and side.ahead in (None, step.pieces.keys())
             and not any(
@@ -598,9 +604,8 @@ class CompressionState:
     def on_any_rank(self, found: bool) -> bool:
         """Return whether any rank has found something, also of those that share parameters;
         collective."""
-        for group in self.adapter.layout.groups(self.process_group):
-            found = any(one for (one,) in gather([found], group, self.reducer.device))
-        return found
+        plan, device = self.plan, self.reducer.device
+        return any(one for (one,) in gather_in_mesh([found], plan.groups, device))
 
     def _drop_flushed(self, names: Set[str]) -> None:
         """Drop the residuals that have been sent with a codec that leaves no new error."""

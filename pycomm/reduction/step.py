@@ -12,6 +12,8 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+import torch
+
 from pycomm.reduction.bucket import BucketPiece
 
 JOINED = -2  # which is no number of a backward; autograd has -1 outside of any
@@ -31,6 +33,14 @@ class StepStatus(Enum):
     """Residuals are as they were before it."""
     OVERFLOWED = "overflowed"
     """The same, since a result was not finite."""
+
+
+class Flags(dict[torch.device, torch.Tensor]):
+    """A flag on each device that is asked for: float32 [1], at first 0."""
+
+    def __missing__(self, device: torch.device) -> torch.Tensor:
+        flag = self[device] = torch.zeros(1, dtype=torch.float32, device=device)
+        return flag
 
 
 class Step:
@@ -60,6 +70,9 @@ class Step:
         """What has begun to be reduced in it, where a trainer has to know it."""
         self.checks: list[Callable[[], bool]] = []
         """Wait for a result each, and return whether it is finite."""
+        self.found_inf = Flags()
+        """Not 0: a result is not finite of those whose payloads Python has moved. Ranks have
+        rows to themselves, whose flags they share in `end_step`."""
         self.pieces: dict[str, BucketPiece] = {}
         """The pieces with a residual that took part, by name."""
         self.flushed: set[str] = set()
@@ -77,5 +90,5 @@ class Step:
         """End the step: the residuals of all of its parameters are decided."""
         undone = StepStatus.ROLLED_BACK if finite else StepStatus.OVERFLOWED
         self.status = StepStatus.COMMITTED if committed else undone
-        for left in (self.checks, self.pieces, self.flushed, self.discarded):
+        for left in (self.checks, self.found_inf, self.pieces, self.flushed, self.discarded):
             left.clear()

@@ -17,7 +17,7 @@ thrown away only if all of them are zero.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -115,6 +115,8 @@ class DiscardedGradients:
         else:
             self.release()
         self._found = None
+        if self._early:
+            self._watch(self._parameters)
         return thrown
 
     def end(self, names: Collection[str], *, elsewhere: bool = False) -> None:
@@ -125,10 +127,15 @@ class DiscardedGradients:
             elsewhere: only other ranks use its gradients: Join shadows this rank.
         """
         self._elsewhere = elsewhere
+        if not self._early:  # else an optimizer may have stepped in this backward
+            self._watch(names)
+        self._found = {}
+
+    def _watch(self, names: Iterable[str]) -> None:
+        """Begin to look for what moves these parameters."""
         self._versions = {name: self._parameters[name]._version for name in names}
         self._stepped.clear()
         self._moved = set()
-        self._found = {}
 
     def replaced(self, name: str) -> None:
         """Record that a parameter's tensor was replaced since the last step."""

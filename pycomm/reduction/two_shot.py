@@ -168,9 +168,8 @@ def exchange(
     group: dist.ProcessGroup,
     *,
     senders: Sequence[float] | None = None,
-    found_inf: torch.Tensor | None = None,
     **call: Any,
-) -> torch.Tensor | None:
+) -> None:
     """Run a coded operation.
 
     Args:
@@ -182,33 +181,25 @@ def exchange(
         group: any process group whose backend has all_to_all_single and all_gather.
         senders: what each rank counts where only the ranks that have sent a value are averaged: in
             sparse payloads, which the others then do not pull towards zero. None: all ranks count.
-        found_inf: float32 [1] on the device of the values, which becomes 1 if what this rank has
-            decoded is not finite; None: that is returned.
         call: of every call:
 
             * seed: equal on all ranks.
             * step: number of the step, below 2^32.
             * divisor: sums are divided by it.
+            * found_inf: float32 [1] on the device of the values, which becomes 1 if what this rank
+              has decoded is not finite.
             * swapped: of a device, on the path "kernels": float32 [1]; if it is not 0, the sides of
               all residuals are the other way round than the bucket says.
             * encoded: is called when this rank's contribution and its residuals are written, and
               the values are as they were.
 
-    Returns:
-        A bool tensor without dimensions: whether what this rank has decoded is finite; None:
-        `found_inf` tells.
-
     Raises:
         WireMismatch: a rank sends payloads of impossible sizes.
     """
-    flag = found_inf
-    if flag is None:
-        flag = torch.zeros(1, dtype=torch.float32, device=output.device)
     if senders is not None:
         call["senders"] = senders
     way = find(op, plan, bucket, group, output, input, senders=senders is not None)
-    way.run(output, input, bucket, group, found_inf=flag, **call)
-    return flag[0] == 0 if found_inf is None else None
+    way.run(output, input, bucket, group, **call)
 
 
 def find(
@@ -250,7 +241,7 @@ def all_reduce(
     senders: Sequence[float] | None = None,
     part: tuple[Sequence[Run], int] | None = None,
     **options: Any,
-) -> torch.Tensor | None:
+) -> None:
     """Average `values` over all ranks of a group, encoded on the way.
 
     Decoded values are summed in float32 in rank order and divided once: by their owner, which
@@ -258,7 +249,7 @@ def all_reduce(
 
     Args:
         values: floats of 16 or 32 bits [bucket.numel], contiguous; holds the result afterwards.
-        bucket, group, senders, options: as for `exchange`, whose result and errors it has, too.
+        bucket, group, senders, options: as for `exchange`, whose errors it raises.
         part: the runs of a part of the bucket, the same in every call for it, whose values alone
             are read and written, and the divisor of their sums, which are sums already; None: all
             values, and the number of ranks.
@@ -270,7 +261,7 @@ def all_reduce(
         return all_reduce_plan(whole(bucket.pieces) if runs is None else runs, ranks)
 
     options["senders"] = senders if bucket.gathers else None
-    return exchange("all_reduce", plan, values, values, bucket, group, **options)
+    exchange("all_reduce", plan, values, values, bucket, group, **options)
 
 
 def reduce_scatter(
@@ -281,7 +272,7 @@ def reduce_scatter(
     *,
     average: bool = True,
     **options: Any,
-) -> torch.Tensor:
+) -> None:
     """Average rows over all ranks of a group, encoded on the way; `output` gets our row.
 
     The first shot of `all_reduce`: each value is encoded once. Row r of the input is for rank r, as
@@ -295,26 +286,8 @@ def reduce_scatter(
         bucket: layout of a row; made with ``rows=ranks``.
         average: divide the sum by the number of ranks.
         group, options: as for `exchange`, whose errors it raises.
-
-    Returns:
-        A bool tensor without dimensions, equal on all ranks: whether all rows' results are finite.
     """
     ranks = group.size()
     plan = partial(rows_plan, bucket.pieces, range(ranks))
-    divisor = ranks if average else 1
-    name = "reduce_scatter"
-    ours = exchange(name, plan, output, input, bucket, group, divisor=divisor, **options)
-    assert ours is not None
-    return all_finite(ours.view(1), group)
-
-
-def all_finite(ours: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return whether the rows of all ranks are finite (a bool tensor without dimensions).
-
-    Args:
-        ours: bool [1]: whether this rank's is.
-        group: the ranks.
-    """
-    finite = ours.to(torch.uint8)
-    dist.all_reduce(finite, dist.ReduceOp.MIN, group=group)
-    return finite[0] == 1
+    options["divisor"] = ranks if average else 1
+    exchange("reduce_scatter", plan, output, input, bucket, group, **options)

@@ -28,6 +28,7 @@ from pycomm.plan import (
 )
 from pycomm.plan.__main__ import main
 from pycomm.plan.codecs import find
+from pycomm.units import format_time
 
 SLOW = Cluster(ranks=8, inter=Link.of("1gbit"))
 
@@ -191,6 +192,9 @@ def test_who_is_held_back_by_tcp_is_told_so(capsys):
         (["25M", "--compute", "1e400s"], "1e400s"),
         ([*PLAN, "--link", "1e400gbit"], "1e400gbit"),
         (["25M"], "--compute"),
+        (["1e999", "--compute", "1s"], "cannot read the number"),
+        (["25M", "--compute", "1e999s"], "cannot read the number"),
+        ([*PLAN, "--link", "1e308gbit"], "cannot read the number"),
         ([*PLAN, "--link", "quick"], "quick"),
         ([*PLAN, "--link", "quic:1gbit"], "quic"),
         ([*PLAN, "--link", "1gbit,far"], "cannot read the time"),
@@ -217,6 +221,13 @@ def test_bad_words_are_answered_in_one_line(words, named, capsys):
         main([*words, *ranks])
     assert ended.value.code == 2
     assert named in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.9996, "1 s"), (999.6e-6, "1 ms"), (999.7, "1000 s"), (0.999, "999 ms")]
+)
+def test_times_have_three_digits(seconds, text):
+    assert format_time(seconds) == text
 
 
 @pytest.mark.parametrize(

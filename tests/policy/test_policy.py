@@ -504,7 +504,7 @@ def checked(
 ) -> Iterator[tuple[Quality, str]]:
     """What check after check finds, and complains about."""
     due = torch.stack(inputs).mean(0)
-    judge = Checks(guard, OfTwo(), lambda: 0.0)  # type: ignore[arg-type]
+    judge = Checks(guard, [OfTwo()], lambda: 0.0)  # type: ignore[arg-type]
     decision = Decision(Parameter("w", (SIDE, SIDE), torch.float32), codec, "")
     for step in range(0, checks * guard.every, guard.every):
         judge.begin(step, [decision])
@@ -599,7 +599,7 @@ def test_codecs_whose_errors_are_above_one_have_no_limit():
 
 
 def test_a_good_check_between_two_bad_ones_forgives():
-    judge = Checks(Guard(), OfTwo(), lambda: 0.0)  # type: ignore[arg-type]
+    judge = Checks(Guard(), [OfTwo()], lambda: 0.0)  # type: ignore[arg-type]
     codec = pycomm.codec("int8")
     bad, good = (
         Quality(step=0, error=0.0, cosine=1.0, coding=coding, residual=0.0) for coding in (5.0, 0.0)
@@ -609,7 +609,7 @@ def test_a_good_check_between_two_bad_ones_forgives():
 
 
 def test_a_suspect_is_checked_again_soon():
-    judge = Checks(Guard(every=16), OfTwo(), lambda: 0.0)  # type: ignore[arg-type]
+    judge = Checks(Guard(every=16), [OfTwo()], lambda: 0.0)  # type: ignore[arg-type]
     bad = Quality(step=0, error=0.0, cosine=1.0, coding=5.0, residual=0.0)
     assert sorted(judge.begin(16, decisions())) == sorted(NUMELS)
     judge.wanted.clear()
@@ -635,7 +635,7 @@ def decisions(**specs: str) -> list[Decision]:
 
 
 def sampler(**options: Any) -> Checks:
-    return Checks(Guard(**options), OfTwo(), lambda: 0.0)  # type: ignore[arg-type]
+    return Checks(Guard(**options), [OfTwo()], lambda: 0.0)  # type: ignore[arg-type]
 
 
 def test_all_take_part_in_turn():

@@ -438,7 +438,8 @@ def test_a_round_of_local_sgd_whose_peer_ends_between_the_shots_is_an_error(rank
 def test_payloads_of_variable_size_that_did_not_come_are_an_error(rank, ranks):
     """Bytes of ones are values of lossless: only the error tells."""
     bucket, x = bucket_of("lossless", [4000], device=FAKE), ours(4000)
-    assert two_shot.all_reduce(x, bucket, dist.group.WORLD, seed=1, step=1)
+    how: dict[str, Any] = {"seed": 1, "found_inf": torch.zeros(1, device=FAKE)}
+    two_shot.all_reduce(x, bucket, dist.group.WORLD, step=1, **how)
     assert x.cpu().equal(ours(4000).cpu())
 
     def fail(*args: Any) -> Any:
@@ -449,7 +450,7 @@ def test_payloads_of_variable_size_that_did_not_come_are_an_error(rank, ranks):
 
     checked = payloads._checked
     with patch.object(payloads, "_checked", fail), pytest.raises(Error, match="abort"):
-        two_shot.all_reduce(x, bucket, dist.group.WORLD, seed=1, step=2)
+        two_shot.all_reduce(x, bucket, dist.group.WORLD, step=2, **how)
 
 
 CODED: dict[str, tuple[int, ...]] = {"all_reduce": (1,), "reduce_scatter": (1, 2)}  # rows

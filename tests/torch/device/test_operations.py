@@ -318,8 +318,12 @@ def check_bits(
             out = x.view(-1) if op == "all_reduce" else x.new_zeros(bucket.numel)
             tensors = (out,) if op == "all_reduce" else (out, x.view(-1))
             if exchanged:
-                call = getattr(two_shot, op)
-                finite = bool(call(*tensors, bucket, dist.group.WORLD, seed=5, step=step))
+                flag = torch.zeros(1, device=device)
+                how: dict[str, Any] = {"seed": 5, "step": step, "found_inf": flag}
+                getattr(two_shot, op)(*tensors, bucket, dist.group.WORLD, **how)
+                found_inf = flag.cpu()  # of rows each rank knows its own
+                dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+                finite = not found_inf.any()
                 assert all(isinstance(way, Batched) for way in bucket.exchanges.values())
             else:
                 assert paths.chosen(bucket, dist.group.WORLD, op, out).native is native

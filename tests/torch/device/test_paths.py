@@ -233,7 +233,10 @@ def check_many(
         for step in range(2):
             kernels.clear()
             x = torch.randn(bucket.numel, generator=generator(rank, step)).to(device)
-            assert two_shot.all_reduce(x, bucket, dist.group.WORLD, seed=5, step=step)
+            flag = torch.zeros(1, device=device)
+            how: dict[str, Any] = {"seed": 5, "step": step, "found_inf": flag}
+            two_shot.all_reduce(x, bucket, dist.group.WORLD, **how)
+            assert not flag.cpu().any()
             results.append(x.cpu())
     return results, kernels
 

@@ -195,7 +195,9 @@ def test_a_residual_that_is_paid_leaves_its_momentum():
 # -------------------------------------------------------------------------------- text
 
 
-@pytest.mark.parametrize("text", ["residual", "decay:0.9,storage=int8", "momentum:0.8"])
+@pytest.mark.parametrize(
+    "text", ["residual", "decay:0.9,storage=int8", "momentum:0.8", "decay:0", "momentum:0"]
+)
 def test_text_and_rule_say_the_same(text):
     rule = Feedback.of(text)
     assert Feedback.of(str(rule)) == rule

@@ -133,7 +133,7 @@ def test_residuals_are_rescaled_with_momentum_if_asked(rank, size, momentum):
     residual = state.residuals.get("big", 4, torch.device("cpu"))
     for pair in (residual.worker, residual.momentum):
         pair[0].copy_(torch.arange(4.0))
-    state.rescale(0.5, ["big"], momentum=momentum)
+    state.rescale(0.5, ["module.big"], momentum=momentum)
     assert residual.current("worker").tolist() == [0, 0.5, 1, 1.5]
     assert residual.current("momentum").tolist() == ([0, 0.5, 1, 1.5] if momentum else [0, 1, 2, 3])
 
@@ -618,6 +618,29 @@ def test_parameters_that_loading_replaces(rank, size):
         return found
 
     assert equal(train(True), train(False))
+
+
+@on_ranks(2)
+def test_an_optimizer_in_backward_takes_gradients(rank, size):
+    """Also where something else has moved the parameters between two steps, such as an average."""
+    found = []
+    for moves in (False, True):
+        model, state = chosen("fsdp2")
+        for parameter in model.parameters():
+            optimizer = torch.optim.SGD([parameter], 0.1)
+
+            def take(_: torch.Tensor, optimizer: Any = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(take)
+        for step in range(6):
+            model(gradients(rank, step)).backward()
+            with torch.no_grad():
+                for parameter in model.parameters() if moves and step == 2 else ():
+                    parameter.mul_(1)
+        found.append(residuals_of(state.state_dict()))
+    assert equal(*found)
 
 
 def test_one_value_that_is_not_zero_is_found():

@@ -8,12 +8,14 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed._composable.replicate import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -172,6 +174,17 @@ def test_gradients_cost_what_the_codec_says(rank, size, store):
     payload = pycomm.codec("int4").encoded_bytes(1024 * 256 // size)
     sent = (native.wire_bytes - before) / steps
     assert weights + payload <= sent < weights + payload + 2000
+
+
+@on_ranks(2, backend="gloo")
+def test_ranks_ask_each_other_once_a_step_whether_it_is_finite(rank, size):
+    """And not with each unit: on a far link every question is a round trip."""
+    model = sharded(size)
+    pycomm.compress(model, "int8 guard=off")
+    train(model, rank, range(2))  # in which they look at rows and columns, too
+    with patch.object(dist, "all_reduce", wraps=dist.all_reduce) as asked:
+        train(model, rank, range(2, 3))
+    assert asked.call_count == 1
 
 
 # ------------------------------------------------------- gradients chosen by the test
@@ -347,14 +360,21 @@ def test_refusals(rank, size):
     holder.module = nn.parallel.DistributedDataParallel(network())
     with pytest.raises(TypeError, match=r"pass what is in it, its \.module"):
         pycomm.compress(holder)
+    with pytest.raises(TypeError, match="wrap the module in DistributedDataParallel yourself"):
+        pycomm.compress(replicate_by_ddp(network()))
 
 
 @on_ranks(4)
-def test_other_codecs_of_shards_are_told_on_all_ranks(rank, size):
+@pytest.mark.parametrize("other", ["int4", "int9"])
+def test_other_codecs_of_shards_are_told_on_all_ranks(rank, size, other):
     model = sharded(size, "hsdp")
-    given = ["int8", "int4", "int8", "int4"]  # replicas agree, shards do not
-    with pytest.raises(pycomm.WireMismatch, match=r"rank 0 has .gradients: .*rank 1 has"):
+    given = ["int8", other, "int8", other]  # replicas agree, shards do not
+    match = r"rank 0 has .*rank 1 has"
+    with pytest.raises(pycomm.WireMismatch, match=match):
         pycomm.compress(model, given[rank])
+    state = pycomm.compress(model, "int8")
+    with pytest.raises(pycomm.WireMismatch, match=match):
+        state.set_policy(given[rank])
 
 
 # ---------------------------------------------------------------------------------- other layouts

@@ -131,6 +131,20 @@ def test_auto_decides_alike_on_ranks_with_different_clocks(rank, size, seconds, 
     assert "auto, by time of a step" in same_everywhere(plan.summary())
 
 
+@on_ranks(4)
+def test_shards_of_a_parameter_have_one_codec(rank, size):
+    """Whatever the replicas of each shard measure, all ranks of HSDP decide alike."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    policy = Policy("auto", candidates=("fp32", "int8"))
+    plan = pycomm.compress(fully_shard(Chosen(), mesh=mesh), policy).plan
+    clock = plan._clock = Clock()
+    faster = codec(("fp32", "int8")[rank % 2])
+    for step in range(1, 130):
+        plan.advance(step, CPU)
+        clock.now += 0.5 if plan.decisions["big"].codec == faster else 1.0
+    assert same_everywhere(specs(plan))["big"] == codec("fp32").spec()
+
+
 # ---------------------------------------------------------------------------- guard
 
 
@@ -219,11 +233,14 @@ def test_checks_that_cost_too_much_become_rarer(rank, size):
     [
         (*on, *scaled)
         for place, scaled in enumerate([(1.0, "fp16"), (1e-9, "fp32")])
-        for on in part([("pycomm", 3), ("gloo", 2)], 2, place)
+        for on in [*part([("pycomm", 3), ("gloo", 2)], 2, place), ("pycomm", 4)]
     ],
 )
 def test_shards_are_checked_by_those_who_own_them(rank, size, scale, becomes):
-    model = fully_shard(Chosen(), mesh=init_device_mesh("cpu", (size,)))
+    """Four ranks are two replicas of two shards, and judge together what the shards have."""
+    shape = (1, size) if size < 4 else (2, 2)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(Chosen(), mesh=mesh if size == 4 else mesh["shard"])
     state = pycomm.compress(model, Policy("fp16", guard=Guard(every=2, share=1.0)))
     measured = []
     for step in range(9):
@@ -441,7 +458,7 @@ def test_states_are_stateful_and_keep_their_residuals(rank, size, kind, tmp_path
     model, state = build(kind)
     train(model, rank)
     if kind == "ddp":
-        dcp.save({"pycomm": state}, checkpoint_id=folder)
+        dcp.save({"pycomm": state, "step": torch.ones(1)}, checkpoint_id=folder)
     else:  # the second way to save
         group = dist.new_group(backend="gloo")
         dcp.async_save({"pycomm": state}, checkpoint_id=folder, process_group=group).result()
@@ -457,6 +474,8 @@ def test_states_are_stateful_and_keep_their_residuals(rank, size, kind, tmp_path
     _, fourth = build(kind)
     fourth.load_checkpoint(folder)
     assert same(state, fourth)
+    with pytest.raises(ValueError, match="no state of pycomm under 'step'"):
+        fourth.load_checkpoint(folder, "step")
 
 
 @on_ranks(2, **PATIENT)
@@ -577,7 +596,7 @@ def test_loading_tells_of_other_names_and_sizes(rank, size, kind):
 # nothing.
 
 
-ENDS = ("is used", "overflows", "breaks off", "is discarded", "is discarded late")
+ENDS = ("is used", "overflows", "breaks off", "fails", "is discarded", "is discarded late")
 BETWEEN = ("is looked at", "is saved and loaded", "has another codec", "is exact")
 ORDERS = st.lists(st.sampled_from(ENDS + BETWEEN + ("is used",)), min_size=4, max_size=12)
 
@@ -611,6 +630,12 @@ def advance(rank: int, state: CompressionState, number: int, end: str) -> dict[s
         flat = gradient.reshape(-1).clone()
         if end == "overflows" and (rank, name) == (1, "small"):
             flat[3] = float("inf")
+        if end == "fails":  # after a bucket has begun to use its residuals
+            broken = mock.Mock(side_effect=pycomm.Error("out of memory"))
+            plan = mock.patch.multiple(state.plan, sampled={name: slice(1)}, probe=broken)
+            with plan, pytest.raises(pycomm.Error, match="out of memory"):
+                state.reduce(flat, [name])
+            return found
         found[name] = state.wait(state.reduce(flat, [name])).view(gradient.shape)
         if end == "is discarded":
             state.discard()
@@ -643,7 +668,8 @@ def play(rank: int, size: int, order: list[str]) -> None:
             if event != "is used":
                 overflows = event == "overflows"
                 undone = StepStatus.OVERFLOWED if overflows else StepStatus.ROLLED_BACK
-                assert step.status is undone
+                # Where nothing is owed, nothing has begun when it fails.
+                assert step.status is undone or (event == "fails" and not before)
                 assert equal(kept(state), before)
                 continue
             assert step.status is StepStatus.COMMITTED
@@ -659,5 +685,6 @@ def play(rank: int, size: int, order: list[str]) -> None:
 @settings(max_examples=12, deadline=None, derandomize=True)
 @given(order=ORDERS)
 @example(order=["is used", "is exact", "overflows", "is used"])  # which pays nothing, then all
+@example(order=["is used", "fails", "is used"])
 def test_steps_in_any_order_lose_nothing(pool, backend, order):
     pool.run(play, order, ranks=2, backend=backend)

@@ -301,8 +301,9 @@ def test_rows_are_coded_sums_of_nodes(rank, ranks, levels, dtype):
         for piece in bucket.with_residual.values():
             piece.residual.use(bucket.layout, ranks)
         out = torch.empty(sum(SIZES), dtype=dtype)
-        how: dict[str, Any] = {"seed": 1, "step": step, "average": True}
-        assert nodes.reduce_scatter(out, rows[rank].view(-1), bucket, dist.group.WORLD, **how)
+        how: dict[str, Any] = {"seed": 1, "step": step, "found_inf": torch.zeros(1)}
+        nodes.reduce_scatter(out, rows[rank].view(-1), bucket, average=True, **how)
+        assert not how["found_inf"].any()
         residuals.commit(bucket.with_residual)
         for i, got in enumerate(torch.split(out, SIZES)):
             total = torch.zeros(SIZES[i])

@@ -71,12 +71,15 @@ class Side:
             work = call(out, *given, self.bucket.native, self.bucket.sides, **how)
             work.wait()
             return work.finite, out
+        how["found_inf"] = found_inf = torch.zeros(1)
         excluded = replace(paths.BATCHED, needs=lambda *_: "not here")
         with patch.object(paths, "BATCHED", excluded if self.way == "runs" else paths.BATCHED):
-            finite = getattr(two_shot, self.op)(out, *given, self.bucket, group, **how)
+            getattr(two_shot, self.op)(out, *given, self.bucket, group, **how)
         (used,) = self.bucket.exchanges.values()
         assert isinstance(used, Batched) == (self.way == "batched")
-        return bool(finite), out
+        if self.op == "reduce_scatter":  # each rank knows of its row
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)
+        return not found_inf.any(), out
 
     def stored(self) -> list[torch.Tensor]:
         """Both sides of all that is kept."""
