@@ -153,10 +153,7 @@ class Pool:
         raise RankFailed(text)
 
     def stop(self) -> None:
-        """End all processes; the next run starts new ones.
-
-        Ranks that wait for a job end by themselves, and so write what a coverage run counts.
-        """
+        """End all processes; the next run starts new ones."""
         ended, self._ranks = self._ranks, []
         for _, link in ended:
             link.close()

@@ -48,9 +48,6 @@ def pods(manifest: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if manifest["kind"] == "JobSet":
         for job in spec["replicatedJobs"]:
             yield job["template"]["spec"]["template"]
-    elif manifest["kind"] == "PyTorchJob":
-        for replica in spec["pytorchReplicaSpecs"].values():
-            yield replica["template"]
     elif manifest["kind"] == "TrainJob":
         for patch in spec["runtimePatches"]:
             for job in patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]:
@@ -72,7 +69,7 @@ def policy_ports() -> list[range]:
     return [range(e["port"], e.get("endPort", e["port"]) + 1) for e in entries]
 
 
-JOBS = ("jobset.yaml", "pytorchjob.yaml", "trainjob.yaml")
+JOBS = ("jobset.yaml", "trainjob.yaml")
 
 
 @pytest.fixture
@@ -91,12 +88,10 @@ def test_what_is_in_kubernetes_itself_is_valid(validate):
 
 
 def test_the_pods_of_custom_resources_are_valid(validate):
-    for file in ("jobset.yaml", "pytorchjob.yaml"):
-        (manifest,) = documents(file)
-        for pod in pods(manifest):
-            meta = {"name": "pod", **pod["metadata"]}
-            validate({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": pod["spec"]})
     (jobset,) = documents("jobset.yaml")
+    for pod in pods(jobset):
+        meta = {"name": "pod", **pod["metadata"]}
+        validate({"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": pod["spec"]})
     for job in jobset["spec"]["replicatedJobs"]:
         spec = job["template"]["spec"]
         validate({"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "j"}, "spec": spec})
@@ -167,20 +162,6 @@ def test_custom_resources_have_the_fields_of_their_models(file, model):
     manifest["spec"]["nonsense"] = 1
     made = getattr(models, model).from_dict(manifest)
     assert unknown_keys(manifest, json.loads(made.to_json())) == [".spec.nonsense"]
-
-
-def test_the_pytorchjob_has_the_fields_of_its_model():
-    training = pytest.importorskip(
-        "kubeflow.training", reason="kubeflow-training is not installed: make world"
-    )
-    (manifest,) = documents("pytorchjob.yaml")
-    known = training.KubeflowOrgV1PyTorchJobSpec.attribute_map.values()
-    replica = training.KubeflowOrgV1ReplicaSpec.attribute_map.values()
-    assert set(manifest["spec"]) <= set(known)
-    for name, spec in manifest["spec"]["pytorchReplicaSpecs"].items():
-        assert name in ("Master", "Worker")
-        assert set(spec) <= set(replica)
-        assert [c["name"] for c in spec["template"]["spec"]["containers"]] == ["pytorch"]
 
 
 def test_the_ray_cluster_is_valid():
@@ -309,13 +290,6 @@ def trainjob(node: int) -> Pod:
     )
 
 
-def pytorchjob(node: int) -> Pod:
-    container = containers("pytorchjob.yaml")[node]
-    name = ("pycomm-master-0", "pycomm-worker-0")[node]
-    variables = {**plain(container), **pet(node, "pycomm-master-0")}
-    return Pod([name], [*container["command"], *MORE], variables)
-
-
 def sky(node: int) -> Pod:
     task = yaml.safe_load((CLOUD / "sky.yaml").read_text())
     variables = {**task["envs"], "PYCOMM_SECRET": SECRET}
@@ -348,7 +322,7 @@ def expanded(command: Sequence[str], variables: Mapping[str, str]) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("make", [jobset, trainjob, pytorchjob, sky], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", [jobset, trainjob, sky], ids=lambda f: f.__name__)
 def test_the_command_trains_on_the_ports_of_the_policy(tmp_path, make):
     pods = [make(node) for node in range(2)]
     try:
