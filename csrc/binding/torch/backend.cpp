@@ -845,14 +845,6 @@ void Backend::wait_for_all(const Engine& engine, const c10d::BarrierOptions& opt
 
 // ------------------------------------------------------------------ new members in place
 
-namespace {
-
-// Operations of the former group may take this long to end before they are aborted: those of ranks
-// that are all alive do, and others would take until their deadline.
-constexpr Milliseconds kGrace(2000);
-
-}  // namespace
-
 void Backend::open_endpoint() {
   endpoint_ = std::make_unique<tcp::Endpoint>(group_, communicator_options());
 }
@@ -904,8 +896,10 @@ void Backend::form(int64_t uuid, const std::vector<std::string>& handles, Millis
 
 void Backend::form(tcp::GroupFormation& formation, int64_t uuid, CommunicatorOptions communicator,
                    Milliseconds limit, const std::shared_ptr<Engine>& former) {
-  if (former)
-    former->finish_within(std::min(kGrace, limit / 4), "reconfigures the group in the middle");
+  if (former) {
+    former->end_within(std::min(kGrace, limit / 4), "reconfigures the group in the middle");
+    former->drain();
+  }
   const int rank = formation.rank(), size = formation.size();
   const auto store = size > 1 ? formation.store() : nullptr;
   communicator.group = group_ + "/members " + std::to_string(uuid);

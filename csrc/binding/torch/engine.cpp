@@ -423,13 +423,12 @@ std::exception_ptr Engine::finish() {
   return interrupted;
 }
 
-void Engine::finish_within(Milliseconds limit, const std::string& why) {
+void Engine::end_within(Milliseconds limit, const std::string& why) {
   const Deadline deadline = Deadline::after(limit);
   for (auto pause = std::chrono::microseconds(50); !queue_.idle() && !deadline.expired();
        pause = std::min<std::chrono::microseconds>(2 * pause, Milliseconds(5)))
     std::this_thread::sleep_for(pause);
   if (!queue_.idle()) abort(why);
-  drain();
 }
 
 }  // namespace pycomm::torch_binding

@@ -17,6 +17,11 @@
 
 namespace pycomm::torch_binding {
 
+/// Operations may take this long to end before they are aborted, when the group is formed anew or
+/// left in the middle: those of ranks that are all alive do, and others would take until their
+/// deadline.
+constexpr Milliseconds kGrace(2000);
+
 /// All state that operations use. The thread that runs one holds a reference, so shutdown() on
 /// another thread cannot destroy it.
 class Engine : public std::enable_shared_from_this<Engine> {
@@ -166,7 +171,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Returns Interrupted if a signal came, after which the group was aborted, or null.
   std::exception_ptr finish();
   /// Waits for the collectives, but at most so long: then their group is aborted with this reason.
-  void finish_within(Milliseconds limit, const std::string& why);
+  void end_within(Milliseconds limit, const std::string& why);
   void abort(const std::string& why) noexcept {
     const std::string reason = "rank " + std::to_string(comm_.rank()) + " " + why;
     comm_.abort(reason);

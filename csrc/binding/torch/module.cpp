@@ -91,8 +91,12 @@ void bind(py::module_& m) {
   });
   py::register_local_exception_translator(translate_errors);
   set_interrupt_check(&check_signals);
-  py::module_::import("atexit").attr("register")(
-      py::cpp_function([] { OpenGroups::all().shutdown(); }));
+  py::module_::import("atexit").attr("register")(py::cpp_function([] {
+    // Python keeps what it has printed as uncaught.
+    const py::object error = py::getattr(py::module_::import("sys"), "last_value", py::none());
+    const auto kind = py::str(py::type::of(error).attr("__name__")).cast<std::string>();
+    OpenGroups::all().shutdown(error.is_none() ? "" : "ended by an uncaught " + kind);
+  }));
 
   py::class_<BackendOptions, intrusive_ptr<BackendOptions>, c10d::Backend::Options> options(
       m, "Options");

@@ -54,13 +54,15 @@ class OpenGroup {
   bool in_child() const { return fork_.in_child(); }
   /// Throws Error in a forked child, which cannot use its parent's group.
   void check_process(const std::string& who) const { fork_.refuse(who, "an operation"); }
-  /// Returns Interrupted if a signal has cut the wait for the operations short, or null.
-  std::exception_ptr shutdown() {
+  /// Returns Interrupted if a signal has cut the wait for the operations short, or null. After a
+  /// `failure` of this rank others may never come to what it has issued.
+  std::exception_ptr shutdown(const std::string& failure = "") {
     std::exception_ptr interrupted;
     if (fork_.in_child()) return interrupted;
     const WithoutGil without_gil;  // callbacks may need it
     const auto engine = this->engine();
     if (engine) {
+      if (!failure.empty()) engine->end_within(kGrace, failure);
       interrupted = engine->finish();  // callbacks may still issue operations
       last_error_ = engine->error();
     }
@@ -95,8 +97,8 @@ class OpenGroups {
                   groups_.end());
     groups_.push_back(group);
   }
-  /// Closes all groups, the youngest first, before the interpreter ends.
-  void shutdown() {
+  /// Closes all groups, the youngest first, before the interpreter ends; after a failure, if any.
+  void shutdown(const std::string& failure) {
     InterpreterEnd::begin();
     std::vector<std::weak_ptr<OpenGroup>> groups;
     {
@@ -106,7 +108,7 @@ class OpenGroups {
     std::exception_ptr interrupted;
     for (auto group = groups.rbegin(); group != groups.rend(); ++group) {
       const auto open = group->lock();
-      const auto one = open ? open->shutdown() : nullptr;
+      const auto one = open ? open->shutdown(failure) : nullptr;
       if (one) interrupted = one;
     }
     if (interrupted) leave_with(interrupted);

@@ -236,6 +236,27 @@ def test_an_interpreter_that_is_left_in_the_middle(tmp_path):
     assert run_to_the_end(tmp_path, "recv", "auto", "7") == [7, 7]
 
 
+UNCAUGHT = """
+import sys, torch, torch.distributed as dist
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("pycomm", init_method="file://" + store, rank=rank, world_size=2)
+dist.barrier()
+if rank == 1:
+    work = dist.all_reduce(torch.ones(5), async_op=True)
+    raise ValueError("boom")
+dist.recv(torch.ones(5), 1)
+"""
+
+
+def test_a_rank_that_an_error_ends_waits_for_nobody(tmp_path):
+    """Rank 0 never comes to the all_reduce, and both would wait until the timeout."""
+    words = [str(tmp_path / "store")]
+    ranks = run_ranks("-c", UNCAUGHT, words=words, autoload=True, finalized=True)
+    assert all(rank.returncode == 1 for rank in ranks)
+    assert "ValueError: boom" in ranks[1].stderr
+    assert "rank 1 ended by an uncaught ValueError" in ranks[0].stderr
+
+
 # ------------------------------------------------------------------ lifetimes
 
 
