@@ -74,7 +74,10 @@ def span(array: Any, write: bool) -> tuple[int, int, _C.DType]:
         if not array.is_cpu:
             raise Error(f"the tensor is on {array.device}; move it to the cpu first")
         if not array.is_contiguous() or array.is_conj() or array.is_neg():
-            raise Error("it is not contiguous; call .resolve_conj().resolve_neg().contiguous()")
+            raise Error(
+                "the tensor is not contiguous, or conjugated or negated; keep the result of "
+                ".resolve_conj().resolve_neg().contiguous() and pass that"
+            )
         return data_ptr(), array.numel(), core_dtype(array.dtype)
     address, numel, itemsize, code = _C.buffer(array, write)
     dtype = getattr(array, "dtype", None)

@@ -20,7 +20,8 @@ _numbers: Counter[tuple[str, int]] = Counter()
 _endpoints: dict[tuple[str, int], _C.StoreEndpoint] = {}
 # Seconds from one look at what rank 0 has said to the next: at first, and at most.
 _LOOK, _LONGEST = 1.0, 8.0
-# Seconds after which what refuses this rank at that address is taken for rank 0.
+# Seconds after which what refuses this rank at that address is taken for rank 0, which may start
+# later; or half of the timeout.
 _PATIENCE = 30.0
 
 
@@ -120,7 +121,7 @@ def _of_torchrun(
                 raise
             look = min(2 * look, _LONGEST)
         except Error:
-            if left <= look or waited >= _PATIENCE:
+            if left <= look or waited >= max(_PATIENCE, options.timeout / 2):
                 raise
             time.sleep(0.1)
     if agent not in _endpoints:

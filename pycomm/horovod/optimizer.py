@@ -417,7 +417,8 @@ class _Distributed(torch.optim.Optimizer):
             Error: a gradient was scaled, clipped, zeroed or replaced while it travelled, or
                 GradScaler has looked at it then.
         """
-        if not self._skips and vars(self).pop("found_inf", None) is not None:
+        alone = self._reducer is None or self._reducer.state.process_group.size() == 1
+        if not (alone or self._skips) and vars(self).pop("found_inf", None) is not None:
             vars(self).pop("grad_scale", None)
             raise Error(
                 "GradScaler has looked for overflows in this rank's gradients before they were "

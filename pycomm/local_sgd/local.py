@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -200,7 +200,8 @@ class LocalSGD:
                 "float32, or freeze them"
             )
         device = next(iter(trained.values())).device
-        self._thread: own_group.ExchangeThread | None = None
+        own = None
+        self._thread: ThreadPoolExecutor | None = None  # that runs exchanges in `own`
         if group is not None:
             agree_on_options([f"LocalSGD: {n}={getattr(self, n)}" for n in _OPTIONS], group)
             _refuse_meetings(model, group)
@@ -208,10 +209,12 @@ class LocalSGD:
             # exchanged in several steps that wait for each other.
             is_async = not weighted and average == "ranks" and device.type == "cpu"
             if exchange.overlap and not (is_async and backend.find(group)):
-                self._thread = own_group.ExchangeThread(group)
+                own = own_group.make(group)
+                self._thread = ThreadPoolExecutor(1, "pycomm-local-sgd")
+                weakref.finalize(self, _close, self._thread, own).atexit = False
         self.state = CompressionState(
             codec,
-            process_group=self._thread.group if self._thread else group,
+            process_group=own or group,
             feedback=feedback,
             seed=seed,
             adapter=Adapter(LOCAL_SGD),
@@ -237,6 +240,7 @@ class LocalSGD:
             self.state.reducer.find_nodes(device)
         self.local_steps = 0
         """Optimizer steps in this round."""
+        self._own = own
         self._in_flight: tuple[Fragment, Callable[[], Average]] | None = None
         self._countdown = 0  # steps until what is in flight is applied
         self._dirty = False  # the model differs from the common start
@@ -339,7 +343,7 @@ class LocalSGD:
     def _exchange(self, part: Fragment) -> Callable[[], Average]:
         """Send a fragment's outer gradient; return a function that waits for the average."""
         # So that what is in flight does not hold this object.
-        state, weighted = self.state, self.weighted
+        state, weighted, own = self.state, self.weighted, self._own
         gradient, weight, changed = part.gradient(), part.weight, self._changed()
         names = list(part.parameters)
 
@@ -349,10 +353,8 @@ class LocalSGD:
 
         if self._thread is None:
             return exchange()
-        result: Future[Average] = Future()
-        self._thread.submit(partial(_run, lambda: exchange()(), result, self._thread))
-        own = self._thread.group
-        return lambda: own_group.wait(result.result, own)
+        result = self._thread.submit(lambda: exchange()()).result
+        return lambda: own_group.wait(result, own)
 
     def _complete(self, part: Fragment, wait: Callable[[], Average]) -> None:
         """Wait for an average, and begin the fragment's next round from its start."""
@@ -512,14 +514,10 @@ class LocalSGD:
         self.local_steps, self._dirty = state["local_steps"], state["dirty"]
 
 
-def _run(
-    exchange: Callable[[], Average], result: Future[Average], _: own_group.ExchangeThread
-) -> None:
-    """Run an exchange on a thread, which it holds: the thread and its group end after it."""
-    try:
-        result.set_result(exchange())
-    except BaseException as error:
-        result.set_exception(error)
+def _close(thread: ThreadPoolExecutor, own: dist.ProcessGroup) -> None:
+    """End a thread and its group, after what is in flight."""
+    thread.submit(own_group.close, own)
+    thread.shutdown(wait=False)
 
 
 def _refuse_meetings(model: nn.Module, group: dist.ProcessGroup) -> None:

@@ -179,7 +179,8 @@ class Nodes:
         self._node._allgather_base(rows.view(-1), row).wait()
         parts = [rows[i, : place.numel()] for i, place in enumerate(places)]
         torch._foreach_copy_(list(places), parts)
-        found_inf.copy_(rows[:, most].amax(0, keepdim=True))
+        # Other buckets of the step may set the flag meanwhile.
+        found_inf.masked_fill_(rows[:, most].amax(0, keepdim=True) != 0, 1.0)
 
 
 def find_levels(group: dist.ProcessGroup, device: torch.device) -> list[int] | None:

@@ -153,6 +153,10 @@ class ExchangeThread:
         """
         if self._errors:
             raise self._errors[0]
+        if self._started_in != os.getpid():
+            self._thread = threading.Thread(target=_serve, args=(self._tasks,), daemon=True)
+            self._thread.start()
+            self._started_in = os.getpid()
         # A step calls this for every bucket: these are objects of C++ and C.
         came: Any = torch._C.Future([])
         under_way = threading.Lock()
@@ -180,17 +184,9 @@ class ExchangeThread:
             with under_way:
                 return bool(done)
 
-        self.submit(task)
+        self._tasks.put(task)
         # DDP reads the value of a future, and would take an error for one.
         return came.then(lambda future: future.value()), has_come
-
-    def submit(self, task: Callable[[], None]) -> None:
-        """Queue a function that raises nothing, and uses the group as those of the other ranks."""
-        if self._started_in != os.getpid():
-            self._thread = threading.Thread(target=_serve, args=(self._tasks,), daemon=True)
-            self._thread.start()
-            self._started_in = os.getpid()
-        self._tasks.put(task)
 
     def end(self) -> None:
         """End the thread after what is queued, before the interpreter ends.

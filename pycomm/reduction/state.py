@@ -437,9 +437,10 @@ class CompressionState:
             raise TypeError(f"names={names!r} is one text: want names in a list")
         if names is not None:
             given = list(names)
-            names = matching(given, self.decisions).values()  # a wrapper puts "module." before them
-            if given and not names:
-                raise ValueError(f"names={few(given)}: names here are {few(self.decisions)}")
+            found = matching(given, self.decisions)  # a wrapper puts "module." before them
+            if unknown := [name for name in given if name not in found]:
+                raise ValueError(f"names={few(unknown)}: names here are {few(self.decisions)}")
+            names = found.values()
         self.settle()
         if self.residuals:
             self.residuals.scale(factor, names, momentum=momentum)

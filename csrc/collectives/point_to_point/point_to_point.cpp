@@ -176,7 +176,12 @@ std::shared_ptr<Transfer> PointToPoint::post(const RequestPtr& request) {
   UnlockingGuard guard(*this);
   check_open(*request);
   if (!thread_.joinable()) {  // first: nobody else would move the bytes of what is posted
-    thread_ = start_thread("rank " + std::to_string(rank_), [this] { serve(); });
+    try {
+      thread_ = start_thread("rank " + std::to_string(rank_), [this] { serve(); });
+    } catch (...) {
+      trace_.end(request->recording, false);
+      throw;
+    }
   }
   try {
     enter(guard.lock());

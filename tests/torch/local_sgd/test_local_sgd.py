@@ -34,7 +34,6 @@ from tests.torch.harness import (
     train_step,
     values,
 )
-from tests.torch.interpreter import run_ranks
 from tests.torch.pool import on_ranks
 
 PLAIN = {"codec": "fp32", "lr": 1.0, "momentum": 0.0}
@@ -648,26 +647,3 @@ def test_states_of_other_models_and_options_are_refused(rank, size):
         ).load_state_dict(saved)
     with pytest.raises(ValueError, match="has version 1, not 3: load it with the pycomm that"):
         pycomm.LocalSGD(network(), every=4).load_state_dict({**saved, "version": 1})
-
-
-ENDS = """
-import sys, torch, torch.distributed as dist, pycomm
-from datetime import timedelta
-from pycomm.local_sgd import Streamed
-rank, how = int(sys.argv[1]), {"init_method": "file://" + sys.argv[2], "world_size": 2}
-dist.init_process_group("gloo", rank=rank, timeout=timedelta(seconds=40), **how)
-stream = Streamed(overlap=1)
-local = pycomm.LocalSGD(torch.nn.Linear(8, 8), every=1, exchange=stream, weighted=True)
-if rank == 0:
-    local.step(1.0)
-    raise ValueError("as planned")
-dist.barrier()
-"""
-
-
-def test_a_rank_that_ends_waits_for_no_exchange(tmp_path):
-    """The other one takes no part in it, and hears that this one is gone."""
-    ended, other = run_ranks("-c", ENDS, words=[str(tmp_path / "store")])
-    assert "as planned" in ended.stderr
-    assert "RuntimeError" in other.stderr
-    assert "Timed out" not in other.stderr, other.stderr

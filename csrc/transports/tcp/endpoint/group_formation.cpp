@@ -150,7 +150,8 @@ std::shared_ptr<Store> find_store(const Handle& there, int64_t number, int rank,
     } catch (const Refused& early) {  // rank 0 may start last
       problem = early.what();
     } catch (const Timeout& late) {
-      throw Timeout(who + "does not " + where + ": " + late.what(), {0});
+      if (deadline.expired()) throw Timeout(who + "does not " + where + ": " + late.what(), {0});
+      problem = late.what();
     } catch (const Error& other) {
       throw Error(who + "of pycomm does not " + where +
                   ", or with other PYCOMM_SECRET or PYCOMM_TLS: " + other.what());
@@ -229,7 +230,7 @@ std::shared_ptr<Store> GroupFormation::store() {
       if (++refusals > kRefusals) throw_gone(0, gone);
       std::this_thread::sleep_for(std::min(kCheckInterval, refusals * kRetry));
     } catch (const Timeout& late) {
-      throw Timeout(silence(late), {0});
+      if (deadline_.expired()) throw Timeout(silence(late), {0});
     }
   }
 }
@@ -299,6 +300,8 @@ EndpointConnection::EndpointConnection(const Handle& to, const std::string& give
 
 Fd EndpointConnection::call(const Handle& to, const Deadline& deadline) {
   std::string problem;
+  const bool several = to.addresses.size() > 1;
+  bool silent = false;  // one of several, at which a live process may be
   for (const Address& address : to.addresses) {
     const bool last = &address == &to.addresses.back();
     const auto start = Deadline::Clock::now();
@@ -307,11 +310,12 @@ Fd EndpointConnection::call(const Handle& to, const Deadline& deadline) {
     if (!fd) throw Unproven("no connection to " + where_ + ": " + error_text(error));
     try {
       const auto some = Deadline::after(std::min(kAddressLimit, deadline.left() / 2));
-      if (error == 0) wait(fd.get(), POLLOUT, last ? deadline : some);
+      if (error == 0) wait(fd.get(), POLLOUT, several ? some : deadline);
       if (error == 0) error = pending_error(fd.get());
     } catch (const Timeout&) {
-      if (last) throw;
-      error = ETIMEDOUT;
+      if (!several) throw;
+      silent = true;
+      continue;
     }
     if (error == 0) {
       round_trip_ =
@@ -322,6 +326,7 @@ Fd EndpointConnection::call(const Handle& to, const Deadline& deadline) {
     if (error == ECONNREFUSED) continue;
     if (last) throw Unproven("no way to " + where_ + ": " + problem);
   }
+  if (silent) throw Timeout("not all addresses of " + where_ + " have answered");
   throw Refused("nobody listens at " + where_ + " (" + problem + ")");
 }
 

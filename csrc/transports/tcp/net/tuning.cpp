@@ -117,7 +117,8 @@ void add_use(int fd, SocketUse& sum) {
     sum.delivered += info.tcpi_bytes_acked;
   }
   sum.unsent += info.tcpi_notsent_bytes;
-  sum.round_trip_us = std::max(sum.round_trip_us, info.tcpi_rtt);
+  // That of an idle socket is of its last packets.
+  if (info.tcpi_unacked > 0) sum.round_trip_us = std::max(sum.round_trip_us, info.tcpi_rtt);
   const bool first = sum.least_round_trip_us == 0;
   sum.least_round_trip_us =
       first ? shortest(info) : std::min(sum.least_round_trip_us, shortest(info));

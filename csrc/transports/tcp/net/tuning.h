@@ -36,7 +36,7 @@ struct SocketUse {
   uint64_t unsent = 0;               ///< bytes that have not left yet
   uint64_t sent = 0;                 ///< bytes that have left, since the start; 0: an old kernel
   uint64_t repeated = 0;             ///< those of them that had left before
-  uint32_t round_trip_us = 0;        ///< the longest of the sockets' own, smoothed
+  uint32_t round_trip_us = 0;        ///< the longest of busy sockets, smoothed
   uint32_t least_round_trip_us = 0;  ///< 0: not known
 };
 /// Adds a socket's counts to `sum`, and keeps the longest and the shortest round trip.
