@@ -111,21 +111,30 @@ def test_an_exchange_names_all_that_did_not_come(size, appends):
         assert re.search(r"did not come \(topic\): .*\b1\b.*\b" + f"{size - 1}$", text)
 
 
-def test_a_lent_store_is_found_behind_an_address_that_does_not_answer():
-    """As one of IPv6 is where a name has two, and only IPv4 is routed."""
-    options = _C.CommunicatorOptions()
-    endpoint = _C.StoreEndpoint("", options)
-    head, _, addresses = endpoint.handle.rpartition(" ")
+@pytest.mark.parametrize("silent_first", [True, False])
+def test_a_lent_store_is_found_beside_an_address_that_does_not_answer(silent_first):
+    """As one of IPv6 is where a name has two, and only IPv4 is routed. Rank 0 starts last."""
+    options, made = _C.CommunicatorOptions(), []
     with contextlib.ExitStack() as ends:
         silent = ends.enter_context(socket.create_server(("127.0.0.2", 0), backlog=0))
         for _ in range(3):  # its queue is full
             caller = ends.enter_context(socket.socket())
             caller.setblocking(False)
             caller.connect_ex(silent.getsockname())
-        where = f"{head} 127.0.0.2:{silent.getsockname()[1]},{addresses}"
-        found = _C.Store.find(where, 0, 1, options, 6.0)
-        endpoint.lend(0).set("key", "value")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+
+        def lend():
+            made.append(_C.StoreEndpoint(address, options))
+            made[0].lend(0).set("key", "value")
+
+        late = threading.Timer(1.0, lend)
+        late.start()
+        both = [f"127.0.0.2:{silent.getsockname()[1]}", address]
+        where = ",".join(both if silent_first else both[::-1])
+        found = _C.Store.find(where, 0, 1, options, 20.0)
         assert found.get("key", 6.0) == b"value"
+        late.join()
 
 
 def test_folder_that_cannot_be_made_is_named(tmp_path):
