@@ -194,6 +194,8 @@ def test_a_heap_that_is_full_says_so():
     def job(c):
         with pytest.raises(Error, match=r"the shared heap of this rank is full: .* bytes wanted"):
             c.allocate(1 << 40, "uint8")
+        with pytest.raises(Error, match=r"rank \d: no memory holds \d+ elements"):
+            c.allocate(1 << 62)
 
     run(2, job)
 

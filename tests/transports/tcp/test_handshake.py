@@ -483,6 +483,12 @@ def test_a_flood_that_takes_all_descriptors(group):
     group.wait_for(5)
 
 
+def test_a_port_scanner(group):
+    for _ in range(1000):
+        knock(group.address).close()
+    group.wait_for(20)
+
+
 def test_slow_lorises(group):
     lorises = [knock(group.address) for _ in range(100)]
     words = hello()
