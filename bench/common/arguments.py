@@ -47,6 +47,16 @@ def listed(parse: Callable[[str], Any] = str) -> Callable[[str], list[Any]]:
     return shown(lambda text: [parse(word) for word in text.split(",")])
 
 
+def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
+    """Return an argparse type of texts that a function parses."""
+
+    def kept(text: str) -> str:
+        parse(text)
+        return text
+
+    return shown(kept)
+
+
 def one_of(what: str, known: Collection[str]) -> Callable[[str], str]:
     """Return an argparse type that accepts one of the known words."""
 
@@ -92,8 +102,7 @@ def _count(text: str) -> int:
 
 size, sizes = shown(harness.parse_size), listed(harness.parse_size)
 count, counts = shown(_count), listed(_count)
-rates = listed(lambda text: link_rates.parse(text) and text)
-far_rates = listed(lambda text: wan.parse(text) and text)
+rates, far_rates = listed(checked(link_rates.parse)), listed(checked(wan.parse))
 """links' rates, as netlab takes them; far ones also with a round trip and a loss"""
 
 

@@ -19,10 +19,9 @@ from pycomm.bench.common.report import markdown
 from pycomm.bench.training import suite
 from pycomm.bench.training.methods import METHODS
 from pycomm.bench.training.results import (
-    DEMO_HEAD,
     RANKS,
     changes,
-    demo_cells,
+    demo_table,
     loss,
     pairs,
     steps_to_exact,
@@ -148,7 +147,7 @@ def far_links(path: Path) -> str:
             [found.get((*link, op, size, backend), {}) for op in ops for backend in BACKENDS]
             for ops, size in ((FAR, "16777216"), (FAR[:1], "8192"))
         )
-        stream = streams[link[0], link[1], large[0]["commit"]]
+        stream = streams.get((*link, large[0].get("commit")), {})
         rates = [row.get("mbit_per_s") for row in (stream, *large)]
         cells = [*rates, *(row.get("ms") for row in small)]
         shown = [number(float(cell) if cell else None, 0) for cell in cells]
@@ -214,12 +213,8 @@ def codecs(path: Path) -> str:
 def demo(path: Path) -> str:
     """Return the table with a row per run of the demo."""
     rows = tables.newest(tables.read(path), "run")
-    first = float(rows[0]["step_seconds"])
-    numbers = [[float(row[c]) for c in ("step_seconds", "wire_bytes", "loss")] for row in rows]
-    return markdown(DEMO_HEAD, [
-        demo_cells(row["run"], step, first, sent, loss)
-        for row, (step, sent, loss) in zip(rows, numbers, strict=True)
-    ])  # fmt: skip
+    head, *body = demo_table(rows)
+    return markdown(head, body)
 
 
 def planner(path: Path) -> str:

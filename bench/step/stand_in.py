@@ -14,13 +14,14 @@ is not modelled: its exact all-reduce reached 55 % of 10 Gbit/s there, and 93 % 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,16 +54,6 @@ LAUNCH, MEMORY, BUS = 4e-6, 3e12, 50e9
 """Of the device: seconds of a launch, and bytes per second of its memory and of a copy."""
 FIRST, EACH, OPTIMIZER = 14e-3, 1e-3, 2e-3
 """Seconds of computing until the first bucket is ready, from one to the next, and of AdamW."""
-
-GOALS = {"launches": 8, "calls": 20, "waits": 0, "held": 0}
-"""Most launches and Python calls of a bucket, waits of the host in a step, and exchanges for which
-the compute stream waits. A late carrier itself waits twice a bucket."""
-PASSES = {"launches": 4, "calls": 15}
-"""What the passes of a coded optimizer over moments may add to these."""
-CALLS_OF_HOST = 12
-"""Most Python calls of a bucket of tensors of the host."""
-OVER = 1.1
-"""What a step may be of the bound."""
 
 
 @dataclass(frozen=True)
@@ -319,76 +310,39 @@ def pace_of(config: Config) -> Pace:
     return Pace(FIRST, compute, OPTIMIZER, sizes[-1] / sum(sizes))
 
 
-def broken(recorded: Recorded, seconds: float, bound: float, *, coded: bool = False) -> list[str]:
-    """Return the goals of the engine that do not hold, one sentence each.
+def steps(
+    name: str, config: Config, methods: Sequence[str], rates: Sequence[str]
+) -> Iterator[tuple[Row, list[dict[str, Any]]]]:
+    """Yield the row of each method over each carrier on links of each rate, and its stages.
 
-    Args:
-        recorded: a step.
-        seconds: the step as the clock has it.
-        bound: the shortest step that the link allows.
-        coded: it has the passes of a coded optimizer.
-    """
-    counts = recorded.summary()
-    goals = {name: most + coded * PASSES.get(name, 0) for name, most in GOALS.items()}
-    wrong = [
-        f"{counts[name]:g} {name}, where {most} are the goal"
-        for name, most in goals.items()
-        if counts[name] > most
-    ]
-    if seconds > OVER * bound:
-        wrong.append(f"{seconds / bound:.2f} of the bound, where {OVER} is the goal")
-    return wrong
-
-
-class ModelledSteps:
-    """The modelled steps of `bench step --stand-in`.
+    Stages are those of ordered carriers.
 
     Args:
         name, config: of the model.
         methods: those of `CODECS`.
+        rates: of the links.
+
+    Raises:
+        Failed: the recorder has failed, or this is no checkout.
     """
-
-    def __init__(self, name: str, config: Config, methods: Sequence[str]) -> None:
-        self._name, self._config = name, config
-        self._methods = [method for method in methods if method in CODECS]
-        host = {"codec": "int4", "device": "cpu"}
-        self._shown = [(method, carrier) for method in self._methods for carrier in CARRIERS]
-        jobs = [{"codec": CODECS[method], "carrier": carrier} for method, carrier in self._shown]
-        *self._recorded, of_host = record(config, [*jobs, host])
-        calls = of_host.summary()["calls"]
-        self.broken: list[str] = []
-        """What keeps the goals from holding."""
-        if calls > CALLS_OF_HOST:
-            self.broken.append(f"{calls:g} calls on the host, where {CALLS_OF_HOST} are the goal")
-
-        self.traces: list[dict[str, Any]] = []
-        """The stages of a step of each method."""
-
-    def steps(self, rate: str, add: Callable[[Row], object]) -> None:
-        """Add the row of each method on links of a rate."""
-        speed, pace = parse_rate(rate)[0], pace_of(self._config)
-        count, scale = parameters(self._config), scale_of(self._config)
-        for (name, carrier), recorded in zip(self._shown, self._recorded, strict=True):
-            found = modelled(recorded, speed, scale)
-            wire = wire_seconds(found.sent, speed)
-            bound = pace.bound(wire)
-            coded = CODECS[name].startswith("coded ")
-            goals = broken(recorded, found.seconds, bound, coded=coded)
-            wrong = goals if carrier == "ordered" else []
-            self.broken += [f"{name} at {rate}: {one}" for one in wrong]
-            words = [f"{key}:{value:g}" for key, value in recorded.summary().items()]
-            told = name + ", late carrier" * (carrier == "late")
-            method = Method(f"stand-in, {told}", "stand-in", codec=name)
-            row = replace(
-                describe("step", self._name, count, method),
-                rate=rate,
-                seconds=found.seconds,
-                wire_bytes=found.sent,
-                wire_seconds=wire,
-                bound=bound,
-                ratio=found.seconds / bound,
-                parts=" ".join(words),
-            )
-            add(row)
-            if carrier == "ordered":
-                self.traces += [span.row(name, rate) for span in found.spans]
+    shown = list(itertools.product(methods, CARRIERS))
+    steps = record(config, [{"codec": CODECS[method], "carrier": way} for method, way in shown])
+    pace, count, scale = pace_of(config), parameters(config), scale_of(config)
+    for rate, ((codec, way), recorded) in itertools.product(rates, zip(shown, steps, strict=True)):
+        speed = parse_rate(rate)[0]
+        found = modelled(recorded, speed, scale)
+        wire = wire_seconds(found.sent, speed)
+        bound = pace.bound(wire)
+        words = [f"{key}:{value:g}" for key, value in recorded.summary().items()]
+        told = codec + ", late carrier" * (way == "late")
+        row = replace(
+            describe("step", name, count, Method(f"stand-in, {told}", "stand-in", codec=codec)),
+            rate=rate,
+            seconds=found.seconds,
+            wire_bytes=found.sent,
+            wire_seconds=wire,
+            bound=bound,
+            ratio=found.seconds / bound,
+            parts=" ".join(words),
+        )
+        yield row, [span.row(codec, rate) for span in found.spans if way == "ordered"]

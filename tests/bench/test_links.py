@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
+from pycomm.bench import links
+from pycomm.bench.__main__ import main
 from pycomm.bench.lab.rates import Rate, parse
-from pycomm.bench.links import main
 
 SMALL = (
     "--round-trip 2ms --loss 0 --operation all_reduce,all_reduce_int8,all_gather --bytes 4096"
@@ -19,7 +22,7 @@ SMALL = (
 
 def test_rows_of_both_backends(tmp_path, capsys):
     file = tmp_path / "rates.csv"
-    status = main([*SMALL.split(), "--iperf-time", "0", "--csv", str(file)])
+    status = main(["links", *SMALL.split(), "--iperf-time", "0", "--csv", str(file)])
     if status == 2 and "cannot be made here" in (error := capsys.readouterr().err):
         pytest.skip(error)
     assert status == 0
@@ -42,11 +45,32 @@ def test_rows_of_both_backends(tmp_path, capsys):
         assert (row["round_trip_ms"], row["loss"], row["bytes"]) == ("2", "0", "4096")
 
 
+def test_rows_name_the_congestion_control_that_the_nodes_have(monkeypatch):
+    """The kernel keeps its own where it lacks the one that was asked for."""
+
+    @contextmanager
+    def lab_of(nodes, rate, congestion):
+        yield SimpleNamespace(congestion="cubic" if congestion == "bbr" else congestion)
+
+    monkeypatch.setattr(links, "lab_of", lab_of)
+    monkeypatch.setattr(links, "measure", lambda lab, options: [{"ms": "1.0"}])
+    words = ["--control", "bbr,reno", "--round-trip", "0", "--loss", "0"]
+    rows = [*links.run(links.parse(words))]
+    assert [row["control"] for row in rows] == ["cubic", "reno"]
+
+
 @pytest.mark.parametrize(
-    ("words", "hint"), [("--loss 200%", "cannot read the share '200%'"), ("--round-trip 3", "3")]
+    ("words", "hint"),
+    [
+        ("--loss 0,200%", "cannot read the share '200%'"),
+        ("--round-trip 2ms,3", "the round trip '3'"),
+        ("--rate 1gbit,2", "the rate '2'"),
+        ("--paths 1gbit,x", "the rate 'x'"),
+    ],
 )
-def test_bad_words_get_one_line(words, hint, capsys):
-    assert main([*words.split()]) == 2
+def test_bad_words_get_one_line_before_anything_is_measured(words, hint, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["links", *words.split()])
     error = capsys.readouterr().err
     assert hint in error
     assert error.count("\n") == 1

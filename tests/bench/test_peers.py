@@ -6,7 +6,7 @@ import pytest
 
 from pycomm.bench import peers as table
 from pycomm.bench.common import tables
-from pycomm.bench.lab.base import Lab
+from pycomm.bench.lab.base import Lab, LabUnavailable
 from pycomm.bench.lab.jobs import Failed
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.peers import PEERS
@@ -65,6 +65,7 @@ def test_a_broken_system_takes_no_steps(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(table, "measured", ranks)
     monkeypatch.setattr(table, "steps", steps)
+    monkeypatch.setattr(table, "lab_of", lambda ranks, rate: Lab(ranks, UNLIMITED))
     words = ["--peers", "fp32|exact", "--rates", "1gbit", "--delays", "0"]
     words += ["--csv", str(tmp_path / "peers.csv")]
     assert table.main(words) == 0
@@ -72,6 +73,16 @@ def test_a_broken_system_takes_no_steps(tmp_path, monkeypatch, capsys):
     rows = [(row["kind"], row["system"]) for row in tables.read(tmp_path / "peers.csv")]
     assert rows == [("loss", REFERENCE), ("loss", "pycomm, exact"), ("step", REFERENCE)]
     assert f"| {REFERENCE} | 0 | **1.0** |" in capsys.readouterr().out
+
+
+def test_no_system_trains_where_there_is_no_lab(monkeypatch):
+    def lab_of(ranks, rate):
+        raise LabUnavailable("no tc")
+
+    monkeypatch.setattr(table, "lab_of", lab_of)
+    monkeypatch.setattr(table, "losses", lambda peer: pytest.fail(f"{peer} has trained"))
+    with pytest.raises(LabUnavailable):
+        table.main([])
 
 
 def test_a_failed_rank_is_a_row_with_its_error(monkeypatch):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 import time
 
 import pytest
@@ -209,6 +211,21 @@ def test_a_slow_suite_is_ended_with_its_processes(tmp_path, few_plugins):
     )
     assert gpu_checks.run(gpu_checks.Suite("slow", [str(test)]), 2) is None
     time.sleep(2)
+    assert not alive.exists()
+
+
+def test_an_interrupt_ends_what_was_started(monkeypatch, tmp_path):
+    alive = tmp_path / "alive"
+    child = f"import time; time.sleep(2); open({str(alive)!r}, 'w')"
+
+    def interrupted(*_):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gpu_checks.status_of([sys.executable, "-c", child], 60)
+    time.sleep(3)
     assert not alive.exists()
 
 

@@ -299,7 +299,7 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["all_reduce", "-b", "8K", "-e", "8"], "smaller than"),
         (["all_reduce", "-f", "1"], "larger than 1"),
         (["all_reduce", "-f", "nan"], "larger than 1"),
-        (["all_reduce", "-p", "0"], "want at least 1"),
+        (["all_reduce", "-p", "0"], "want a whole number above 0"),
         (["all_reduce", "--backend", "nccl"], "--backend nccl is not for --device cpu"),
         (["all_reduce", "--backend", "glo"], "did you mean gloo? Use one of pycomm, pycomm-shared"),
         (["all_reduce", "--backend", "gloo,gloo"], "names something twice"),
@@ -315,6 +315,9 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["step", "--model", "7b"], "there is no model '7b'"),
         (["peers", "--peers", "nothing"], "'nothing' fits none of these: DDP on Gloo"),
         (["plan", "--rate", "1gbit@3"], "cannot read the round trip '3'"),
+        (["plan", "--ranks", "2,1"], "--ranks: want at least 2"),
+        (["peers", "--delays", "0,-5"], "the round trip '-5ms'"),
+        (["step", "--stand-in", "--rate", "1gbit,unlimited"], "not unlimited"),
         (["training", "--methods", "pycomm int4"], "did you mean 'pycomm, int4'? Gloo, fp32;"),
     ],
 )
