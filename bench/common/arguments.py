@@ -111,17 +111,8 @@ def codecs(text: str) -> list[str]:
     """Parse codecs joined by commas; a codec may itself contain commas: "topk:0.01,values=int8"."""
     found = re.split(r"[;,](?!\w+=)", text)  # what follows else is an option of the previous codec
     for codec in found:
-        core_spec(codec)
+        _C.Codec(codec)  # an error says which codec or option is unknown
     return _once(found, text)
-
-
-def core_spec(text: str) -> str:
-    """Return a codec's text in the core's form, "none" for none. Short names are accepted.
-
-    Raises:
-        RuntimeError: the codec or one of its options is unknown.
-    """
-    return text if text == "none" else _C.Codec(text).spec
 
 
 def _once(words: list[str], text: str) -> list[str]:

@@ -170,12 +170,6 @@ class Row:
     """ "step:loss" at every evaluation"""
 
 
-MEASURED = (
-    *("iterations", "time_p50", "time_p99", "algbw", "busbw", "effbw", "wrong", "ratio", "err"),
-    *("wire_bytes", "cpu_seconds", "copybw", "of_copy", "seconds", "loss", "curve"),
-    *("wire_seconds", "bound", "memory", "parts", "time_device"),
-)
-"""columns of `Row` that are results; the others say what was measured"""
 COLUMNS = [f.name for f in fields(Row)] + [f.name for f in fields(Origin)]
 
 

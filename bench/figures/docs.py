@@ -33,12 +33,11 @@ from pycomm.reduction.paths import KINDS, PATHS
 ROOT = Path(__file__).parents[2]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
 PAGE = DOCS / "results.md"
-TRAINING, CODECS = tables.RESULTS / "training-cpu.csv", tables.RESULTS / "codecs-cpu.csv"
-SGD, SUITE = tables.RESULTS / "sgd-cpu.csv", tables.RESULTS / "suite-cpu.csv"
-LOCAL, LINKS = tables.RESULTS / "local-sgd-cpu.csv", tables.RESULTS / "links-cpu.csv"
-DEMO, STEPS = tables.RESULTS / "demo-cpu.csv", tables.RESULTS / "steps-cpu.csv"
-COLLECTIVES = tables.RESULTS / "collectives-cpu.csv"
-STAND_IN = tables.RESULTS / "step-stand-in.csv"
+
+
+def results(name: str) -> list[Row]:
+    """Return the rows of a table of measurements on the CPU."""
+    return read_rows(tables.RESULTS / f"{name}-cpu.csv", Row)
 
 
 def steps(rows: Sequence[Row], model: str) -> str:
@@ -274,21 +273,21 @@ def paths() -> str:
 
 def write_all(claimed: Sequence[tables.Row]) -> None:
     """Write all tables; those of what docs claim has a row for each of these claims."""
-    rows = read_rows(TRAINING, Row)
+    rows = results("training")
     write(PAGE, "steps 25m", steps(rows, "25m"))
-    write(PAGE, "steps demo", steps_by_link(read_rows(STEPS, Row)))
-    write(PAGE, "all-reduces", all_reduces(COLLECTIVES))
+    write(PAGE, "steps demo", steps_by_link(results("steps")))
+    write(PAGE, "all-reduces", all_reduces(tables.RESULTS / "collectives-cpu.csv"))
     write(PAGE, "losses demo", losses(rows, "demo"))  # others are sweeps of the demo's settings
-    write(PAGE, "losses SGD", losses(read_rows(SGD, Row), "demo"))
+    write(PAGE, "losses SGD", losses(results("sgd"), "demo"))
     write(PAGE, "losses longer", longer_losses(rows))
-    write(PAGE, "losses local", local_losses(read_rows(LOCAL, Row)))
-    write(PAGE, "local shares", local_shares(read_rows(LOCAL, Row)))
-    write(PAGE, "far links", far_links(LINKS))
-    write(PAGE, "suite", suite.table(read_rows(SUITE, Row)))
-    write(PAGE, "codecs", codecs(CODECS))
+    write(PAGE, "losses local", local_losses(results("local-sgd")))
+    write(PAGE, "local shares", local_shares(results("local-sgd")))
+    write(PAGE, "far links", far_links(tables.RESULTS / "links-cpu.csv"))
+    write(PAGE, "suite", suite.table(results("suite")))
+    write(PAGE, "codecs", codecs(tables.RESULTS / "codecs-cpu.csv"))
     write(DOCS / "bench.md", "claims", claims(claimed))
     write(DOCS / "peers.md", "peers", peers.markdown(tables.read(tables.RESULTS / "peers-cpu.csv")))
     write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
     write(DOCS / "gpu.md", "paths", paths())
-    write(DOCS / "gpu.md", "stand-in", modelled(read_rows(STAND_IN, Row)))
-    write(README, "demo", demo(DEMO))
+    write(DOCS / "gpu.md", "stand-in", modelled(read_rows(tables.RESULTS / "step-stand-in.csv", Row)))
+    write(README, "demo", demo(tables.RESULTS / "demo-cpu.csv"))

@@ -22,7 +22,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -103,37 +103,6 @@ class Recorded:
         return found | {"waits": waits, "held": held}
 
 
-@dataclass(frozen=True)
-class StageTime:
-    """A stage of a bucket, in seconds from the beginning of the step.
-
-    A hook is called when backward has made a bucket ready ("compute"). Its values are encoded,
-    scattered to their owners, added up and encoded again there ("own"), gathered, and decoded where
-    they land.
-    """
-
-    stage: str
-    bucket: int
-    """its number; of the optimizer, which has none, -1"""
-    begin: float
-    end: float
-
-    def row(self, method: str, rate: str) -> dict[str, Any]:
-        """Return the row of a trace, of a method on links of a rate: times to a microsecond."""
-        rounded = replace(self, begin=round(self.begin, 6), end=round(self.end, 6))
-        return {"method": method, "rate": rate} | asdict(rounded)
-
-
-def joined(spans: Sequence[StageTime]) -> list[StageTime]:
-    """Return spans in which those of a stage of a bucket are one, from its begin to its end."""
-    found: dict[tuple[str, int], StageTime] = {}
-    for span in spans:
-        key = span.stage, span.bucket
-        first = found.get(key, span)
-        found[key] = StageTime(*key, min(first.begin, span.begin), max(first.end, span.end))
-    return list(found.values())
-
-
 @dataclass
 class Lane:
     """A thread, a stream of a device, or one direction of a link."""
@@ -168,7 +137,13 @@ class Replay:
         self._events: dict[int, float] = {}
         self._arrived: dict[int, float] = {}
         self.sent = 0.0
-        self.spans: list[StageTime] = []
+        self.spans: dict[tuple[str, int], tuple[float, float]] = {}
+        """Of a step: when each stage of a bucket has begun and ended; the optimizer's bucket is -1.
+
+        A hook is called when backward has made a bucket ready ("compute"). Its values are encoded,
+        scattered to their owners, added up and encoded again there ("own"), gathered, and decoded
+        where they land.
+        """
         self._bucket = -1  # whose hook has run last in this step
         self._exchanges: dict[int, float] = {}  # when those that are not answered have begun
         self._ready = 0.0  # when that bucket was ready
@@ -190,7 +165,9 @@ class Replay:
 
     def _span(self, stage: str, begin: float, end: float) -> None:
         if end > self._ready:  # else its kernel has no need of the bucket's values
-            self.spans.append(StageTime(stage, self._bucket, max(begin, self._ready), end))
+            key, begin = (stage, self._bucket), max(begin, self._ready)
+            first, last = self.spans.get(key, (begin, end))
+            self.spans[key] = min(first, begin), max(last, end)
 
     def _take(self, kind: int, number: int, value: int) -> None:
         host, stream = self.host, self.streams[number]
@@ -243,21 +220,22 @@ class Modelled:
 
     seconds: float
     sent: float
-    spans: list[StageTime]
-    """The stages of each bucket."""
+    stages: list[dict[str, Any]]
+    """A row for each stage of a bucket, in seconds from the beginning of the step."""
 
 
 def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) -> Modelled:
     """Return the step that repeats on links of so many bytes per second."""
     replay, ends = Replay(recorded, FULL * rate, scale), [0.0]
     for _ in range(repeats):
-        replay.sent, replay.spans = 0.0, []
+        replay.sent, replay.spans = 0.0, {}
         ends.append(replay.step())
     since, until = ends[-2:]
-    spans = [
-        StageTime(s.stage, s.bucket, s.begin - since, s.end - since) for s in joined(replay.spans)
+    stages = [
+        {"stage": stage, "bucket": bucket} | {"begin": round(b - since, 6), "end": round(e - since, 6)}
+        for (stage, bucket), (b, e) in replay.spans.items()
     ]
-    return Modelled(until - since, replay.sent, spans)
+    return Modelled(until - since, replay.sent, stages)
 
 
 def small(config: Config) -> Config:
@@ -345,4 +323,5 @@ def steps(
             ratio=found.seconds / bound,
             parts=" ".join(words),
         )
-        yield row, [span.row(codec, rate) for span in found.spans if way == "ordered"]
+        place = {"method": codec, "rate": rate}
+        yield row, [place | stage for stage in found.stages if way == "ordered"]

@@ -18,7 +18,7 @@ import pycomm
 from pycomm import _C
 from pycomm.bench import __main__ as cli
 from pycomm.bench.__main__ import main
-from pycomm.bench.common import arguments, harness, tables
+from pycomm.bench.common import harness, tables
 from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.ops import codecs, coded, collectives, measure
 from pycomm.bench.ops.backends import Core, coded_run
@@ -260,7 +260,7 @@ def test_wrong_results_are_counted():
         y[3:5] += 1
 
     case = case_of("all_reduce")
-    variant = measure.Variant(Fake(broken), "none", "none", case, run=lambda: None)
+    variant = measure.Variant(Fake(broken), "none", case, run=lambda: None)
     alone().verify(variant)
     assert variant.wrong == 2
 
@@ -270,8 +270,8 @@ def test_a_codec_may_lose_what_it_loses_and_no_more(loss, wrong):
     def lossy(case, x, y) -> None:
         y *= 1 + loss
 
-    case, spec = case_of("all_reduce"), arguments.core_spec("int8")
-    variant = measure.Variant(Fake(lossy), "int8", spec, case, run=lambda: None)
+    case = case_of("all_reduce")
+    variant = measure.Variant(Fake(lossy), "int8", case, run=lambda: None)
     alone().verify(variant)
     assert variant.wrong == wrong
     assert variant.err == pytest.approx(loss, rel=1e-3)  # y is float32
