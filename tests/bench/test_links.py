@@ -60,23 +60,6 @@ def test_rows_name_the_congestion_control_that_the_nodes_have(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("words", "hint"),
-    [
-        ("--loss 0,200%", "cannot read the share '200%'"),
-        ("--round-trip 2ms,3", "the round trip '3'"),
-        ("--rate 1gbit,2", "the rate '2'"),
-        ("--paths 1gbit,x", "the rate 'x'"),
-    ],
-)
-def test_bad_words_get_one_line_before_anything_is_measured(words, hint, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main(["links", *words.split()])
-    error = capsys.readouterr().err
-    assert hint in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("text", "links"),
     [
         ("1gbit", [Rate("1gbit", "1gbit")]),
@@ -87,20 +70,6 @@ def test_bad_words_get_one_line_before_anything_is_measured(words, hint, capsys)
 )
 def test_rates(text, links):
     assert parse(text) == links
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("1gbit/", "rate ''"),
-        ("1gbit; rm x", "rate '1gbit; rm x'"),
-        ("1gbit,", "rate ''"),
-        ("2mbps", "rate '2mbps'"),  # of tc, which means bytes
-    ],
-)
-def test_what_is_wrong_is_quoted(text, wrong):
-    with pytest.raises(ValueError, match=wrong):
-        parse(text)
 
 
 @pytest.mark.parametrize(

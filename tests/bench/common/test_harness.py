@@ -49,14 +49,6 @@ def test_peers_take_turns_and_only_timed_calls_count():
     assert found == {"a": [1, 1], "b": [1, 1]}
 
 
-def test_the_command_of_a_row_names_no_checkout():
-    command = (
-        "python -m pycomm.bench links --csv /a/b/bench/results/x.csv --out=/c/bench/results/y -n 1"
-    )
-    told = Origin.here(command).command
-    assert told.endswith("links --csv bench/results/x.csv --out=bench/results/y -n 1")
-
-
 def test_csv_is_appended_to_under_one_header(tmp_path):
     path, origin = tmp_path / "results" / "x.csv", Origin.here("command")
     tables.append(path, [harness.record(ROW, origin)])
@@ -140,11 +132,12 @@ def test_table_lines_up_and_marks_what_has_no_meaning(capsys):
     assert line == "     8     2.00        -"
 
 
-def test_rows_name_set_variables_but_no_secret(monkeypatch):
+def test_the_command_of_a_row_names_variables_but_no_secret_and_no_checkout(monkeypatch):
     monkeypatch.setenv("PYCOMM_SECRET", "told to nobody")
     monkeypatch.setenv("PYCOMM_SOCKETS", "3")
-    command = Origin.here("python -m pycomm.bench codecs").command
-    assert command == "PYCOMM_SOCKETS=3 python -m pycomm.bench codecs"
+    command = "python -m pycomm.bench links --csv /a/b/bench/results/x --out=/c/bench/results/y"
+    told = "PYCOMM_SOCKETS=3 python -m pycomm.bench links --csv bench/results/x --out=bench/results/y"
+    assert Origin.here(command).command == told
 
 
 @pytest.mark.parametrize("text", ["", "K", "-8", "1.3", "8T", "8 K"])
