@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from pycomm.bench import links
 from pycomm.bench.__main__ import main
 from pycomm.bench.lab.rates import Rate, parse
+from tests.torch.interpreter import free_port
 
 SMALL = (
     "--round-trip 2ms --loss 0 --operation all_reduce,all_reduce_int8,all_gather --bytes 4096"
@@ -57,6 +59,20 @@ def test_rows_name_the_congestion_control_that_the_nodes_have(monkeypatch):
     words = ["--control", "bbr,reno", "--round-trip", "0", "--loss", "0"]
     rows = [*links.run(links.parse(words))]
     assert [row["control"] for row in rows] == ["cubic", "reno"]
+
+
+def test_an_error_of_pycomm_is_no_missing_row(monkeypatch):
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (place | {"MASTER_PORT": str(free_port())}).items():
+        monkeypatch.setenv(name, value)
+
+    def fails() -> None:
+        raise RuntimeError("the cause")
+
+    monkeypatch.setattr(links, "coded_run", lambda *_: fails)
+    with pytest.raises(RuntimeError, match="the cause"):
+        next(links.time_calls(["all_reduce_int8"], [4096], 1, ["pycomm"]))
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
