@@ -186,8 +186,7 @@ def main(argv: Sequence[str]) -> int:
         print(line)
 
     table = args.out / "demo.csv"
-    table.unlink(missing_ok=True)
-    tables.append(table, made)
+    tables.write(table, list(made[0]), made)
     picture = args.out / "loss.png"
     save(charts.loss(tables.read(table)), picture)
     print(f"files: {table.resolve()}\n       {picture.resolve()}")

@@ -105,8 +105,8 @@ def _write(mutant: Mutant, result: Mapping[str, object], path: Path = RESULTS) -
         rows = {row["name"]: dict(row) for row in tables.read(path)}
     about = {"name": mutant.name, "file": mutant.file}
     rows[mutant.name] = {**about, "function": mutant.function, "tests": mutant.tests, **result}
-    path.unlink(missing_ok=True)
-    tables.append(path, [rows[m.name] for m in MUTANTS if m.name in rows])
+    made = [rows[m.name] for m in MUTANTS if m.name in rows]
+    tables.write(path, list(rows[mutant.name]), made)
 
 
 if __name__ == "__main__":
