@@ -36,14 +36,6 @@ def three_runs(gains: tuple[float, ...] = (3.0,) * TURNS) -> list[DemoRun]:
     return done
 
 
-def test_log_becomes_a_curve_and_a_result():
-    gloo, exact, coded = three_runs()
-    assert gloo.seconds[:2] == pytest.approx([0.3, 3.3])
-    assert coded.seconds[:2] == pytest.approx([0.1, 1.1])
-    assert exact.held_out == [5.0] + [2.0] * (TURNS + 1)
-    assert (coded.step_seconds, coded.loss) == (0.1, 2.01)
-
-
 def recorded(done: list[DemoRun]) -> list[dict[str, object]]:
     return demo.records(done, Lab(2, "200mbit"), demo.Config(), Origin.here("demo"))
 
