@@ -36,8 +36,8 @@ PAGE = DOCS / "results.md"
 
 
 def results(name: str) -> list[Row]:
-    """Return the rows of a table of measurements on the CPU."""
-    return read_rows(tables.RESULTS / f"{name}-cpu.csv", Row)
+    """Return the rows of a table in bench/results."""
+    return read_rows(tables.RESULTS / f"{name}.csv", Row)
 
 
 def steps(rows: Sequence[Row], model: str) -> str:
@@ -273,21 +273,21 @@ def paths() -> str:
 
 def write_all(claimed: Sequence[tables.Row]) -> None:
     """Write all tables; those of what docs claim has a row for each of these claims."""
-    rows = results("training")
+    rows = results("training-cpu")
     write(PAGE, "steps 25m", steps(rows, "25m"))
-    write(PAGE, "steps demo", steps_by_link(results("steps")))
+    write(PAGE, "steps demo", steps_by_link(results("steps-cpu")))
     write(PAGE, "all-reduces", all_reduces(tables.RESULTS / "collectives-cpu.csv"))
     write(PAGE, "losses demo", losses(rows, "demo"))  # others are sweeps of the demo's settings
-    write(PAGE, "losses SGD", losses(results("sgd"), "demo"))
+    write(PAGE, "losses SGD", losses(results("sgd-cpu"), "demo"))
     write(PAGE, "losses longer", longer_losses(rows))
-    write(PAGE, "losses local", local_losses(results("local-sgd")))
-    write(PAGE, "local shares", local_shares(results("local-sgd")))
+    write(PAGE, "losses local", local_losses(results("local-sgd-cpu")))
+    write(PAGE, "local shares", local_shares(results("local-sgd-cpu")))
     write(PAGE, "far links", far_links(tables.RESULTS / "links-cpu.csv"))
-    write(PAGE, "suite", suite.table(results("suite")))
+    write(PAGE, "suite", suite.table(results("suite-cpu")))
     write(PAGE, "codecs", codecs(tables.RESULTS / "codecs-cpu.csv"))
     write(DOCS / "bench.md", "claims", claims(claimed))
     write(DOCS / "peers.md", "peers", peers.markdown(tables.read(tables.RESULTS / "peers-cpu.csv")))
     write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
     write(DOCS / "gpu.md", "paths", paths())
-    write(DOCS / "gpu.md", "stand-in", modelled(read_rows(tables.RESULTS / "step-stand-in.csv", Row)))
+    write(DOCS / "gpu.md", "stand-in", modelled(results("step-stand-in")))
     write(README, "demo", demo(tables.RESULTS / "demo-cpu.csv"))

@@ -44,7 +44,7 @@ from pycomm.bench.lab.rates import UNLIMITED, bytes_per_second
 from pycomm.bench.step import Pace, rank, stand_in, wire_seconds
 from pycomm.bench.training.methods import METHODS, ONE_BUCKET, Method
 from pycomm.bench.training.results import describe
-from pycomm.bench.training.train import MODELS, Config, parameters
+from pycomm.bench.training.train import MODELS, parameters
 from pycomm.plan.options import count, positive
 
 NAMES = {

@@ -232,8 +232,13 @@ def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) ->
         ends.append(replay.step())
     since, until = ends[-2:]
     stages = [
-        {"stage": stage, "bucket": bucket} | {"begin": round(b - since, 6), "end": round(e - since, 6)}
-        for (stage, bucket), (b, e) in replay.spans.items()
+        {
+            "stage": stage,
+            "bucket": bucket,
+            "begin": round(begin - since, 6),
+            "end": round(end - since, 6),
+        }
+        for (stage, bucket), (begin, end) in replay.spans.items()
     ]
     return Modelled(until - since, replay.sent, stages)
 

@@ -36,7 +36,8 @@ OUTCOMES = {"passed": "escaped", "failed": "caught", "hung": "hung", "nothing": 
 def main() -> int:
     about, _, _ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=about)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names, files, folders")
+    what = "names, files, folders"
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=what)
     args = parser.parse_args()
     chosen = [m for m in MUTANTS if not args.only or any(map(m.fits, args.only))]
     for word in args.only:

@@ -166,8 +166,9 @@ def test_a_failing_kernel_does_not_lose_the_others(pretend_gpu, tmp_path, capsys
         return row(kind, numel, spec, op)
 
     pretend_gpu.setattr(gpu_tasks, "time_kernel", fails)
-    words = ["--results", str(tmp_path), "--kinds", "native", "--numel", "64", "--codec", "int8,int4"]
-    assert gpu.main([*words, "--stages", "kernels"]) == 1
+    words = ["--results", str(tmp_path), "--kinds", "native", "--numel", "64"]
+    words += ["--codec", "int8,int4", "--stages", "kernels"]
+    assert gpu.main(words) == 1
     said = capsys.readouterr().err
     assert "native int8 decode of 64: no such kernel" in said
     assert ("this call broke the GPU's context" in said) == breaks
