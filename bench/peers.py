@@ -192,15 +192,6 @@ def measured(lab: Lab, peer: Peer, config: Config) -> list[dict[str, float]]:
 # ------------------------------------------------------------------------ measurements
 
 
-def delay_ms(text: str) -> float:
-    """Parse a round trip in ms.
-
-    Raises:
-        ValueError: it is none that a link has.
-    """
-    return 1e3 * round_trip(f"{text}ms")
-
-
 def link(rate: str, delay: float) -> str:
     """Return the text of `lab_of` for links of a rate and a round trip in ms."""
     return f"{rate}@{delay:g}ms" if delay else rate
@@ -259,7 +250,8 @@ def main(argv: Sequence[str]) -> int:
     parser = arguments.Parser(prog="python -m pycomm.bench peers", description=__doc__)
     add = parser.add_argument
     add("--rates", type=arguments.rates, default=RATES, help=f"of links ({RATES})")
-    add("--delays", type=arguments.listed(delay_ms), default=DELAYS, help=f"in ms ({DELAYS})")
+    trips = arguments.listed(lambda text: 1e3 * round_trip(f"{text}ms"))
+    add("--delays", type=trips, default=DELAYS, help=f"in ms ({DELAYS})")
     add("--peers", default="", help="only those in whose name this pattern is found")
     arguments.add_csv(parser)
     options = parser.parse(argv)
