@@ -46,7 +46,7 @@ class Figure:
     where: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """by column: the values of the rows that are shown"""
     shared: Sequence[str] = ("command", "device", "cores")
-    """columns that have one value: rows are of one command, with all that was set, on one machine"""
+    """columns that have one value: rows are of one command, with all that was set, on a machine"""
 
     def rows(self, results: Path) -> list[Row]:
         """Return the rows that the figure shows."""

@@ -119,9 +119,7 @@ class Rank:
         for (_, case), backend, codec in itertools.product(self.cases(), cores, self.options.codec):
             if case is not None:
                 name = " ".join([harness.format_size(case.size), case.dtype, backend.name, codec])
-                report.note(
-                    f"{name.removesuffix(' none')}: {backend.explain(case, codec)}"
-                )
+                report.note(f"{name.removesuffix(' none')}: {backend.explain(case, codec)}")
 
     def measure(self, case: Case, report: Report) -> list[Row]:
         variants = self.variants(case, report)

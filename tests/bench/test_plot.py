@@ -84,7 +84,7 @@ def test_the_newest_of_equal_rows_is_shown(checkout):
 
 
 def test_a_table_without_rows_is_told(checkout):
-    with pytest.raises(ValueError, match="line.csv has no rows"):
+    with pytest.raises(ValueError, match=r"line\.csv has no rows"):
         replace(FIGURE, where={"ranks": ["9"]}).of(checkout / "bench/results")
 
 

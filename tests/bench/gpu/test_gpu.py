@@ -212,4 +212,3 @@ def test_sanitizers_get_every_codec():
     listed = done.stdout
     specs = re.findall(r"\[(\S+)-native-cpu\]", listed)
     assert {pycomm.codec(spec).name for spec in specs} == set(CODECS)
-

@@ -17,7 +17,6 @@ import torch.distributed as dist
 import pycomm
 from pycomm import _C
 from pycomm.bench import __main__ as cli
-from pycomm.bench.__main__ import main
 from pycomm.bench.common import accelerator, harness, tables
 from pycomm.bench.common.harness import Row, read_rows
 from pycomm.bench.ops import codecs, coded, collectives, measure
