@@ -19,7 +19,7 @@ from pathlib import Path
 COUNTS = ("files", "sockets", "threads", "mappings", "children")
 """What must not grow by one. `mappings` are those of memfds and of /dev/shm."""
 MEMORY = ("rss_kib", "shared_kib", "heap_kib")
-"""`rss_kib` is without the pages of files: of code that runs for the first time, which is no leak."""
+"""`rss_kib` leaves out pages of files: of code that runs for the first time, which is no leak."""
 
 
 def descriptors(pid: int | str = "self") -> dict[int, str]:
