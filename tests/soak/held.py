@@ -117,9 +117,9 @@ class Sample:
 SETTLED = 0.25
 """The share of the samples in which everything that is made once has been made."""
 GROWTH = {"rss_kib": 512.0, "shared_kib": 512.0, "heap_kib": 512.0, "private_kib": 1024.0}
-"""KiB per 100 events by which memory may grow. What the allocator has given out, and what is resident
-of one arena, grow by 40 at most, and by 2500 where one group in each event is not given back. Of
-private memory, where each thread has an arena, runs of a few minutes may show more than is allowed."""
+"""KiB per 100 events by which memory may grow. What the allocator has given out, and what is
+resident of one arena, grow by 40 at most, and by 2500 where one group in each event is not given
+back. Private memory, where each thread has an arena, may grow by more in runs of a few minutes."""
 ENOUGH = 12
 """Samples from which on a slope says something."""
 
