@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
 
+from pycomm.bench.common.tables import OtherTable
 from pycomm.bench.lab.base import LabUnavailable
 from pycomm.bench.lab.jobs import Failed
 
@@ -50,24 +51,24 @@ def reported(command: Callable[[], int]) -> int:
     try:
         return command()
     except KeyboardInterrupt:
-        print("python -m pycomm.bench: interrupted", file=sys.stderr)
-        return 130
-    except (Failed, LabUnavailable) as error:
-        what = "the lab cannot be made here: " * isinstance(error, LabUnavailable)
-        print(f"python -m pycomm.bench: {what}{error}", file=sys.stderr)
-        return 1 if isinstance(error, Failed) else 2
+        said, status = "interrupted", 130
+    except Failed as error:
+        said, status = str(error), 1
+    except LabUnavailable as error:
+        said, status = f"the lab cannot be made here: {error}", 2
+    except OtherTable as error:
+        said, status = str(error), 2
     except OSError as error:
         if error.filename is None:
             raise
-        print(f"python -m pycomm.bench: {error.filename}: {error.strerror}", file=sys.stderr)
-        return 2
+        said, status = f"{error.filename}: {error.strerror}", 2
     except ModuleNotFoundError as error:
         if error.name not in OPTIONAL:
             raise
         how = "" if error.name == "torch" else ': pip install "pycomm[bench]"'
-        print(f"python -m pycomm.bench: this needs {error.name}, which is not installed{how}",
-              file=sys.stderr)  # fmt: skip
-        return 2
+        said, status = f"this needs {error.name}, which is not installed{how}", 2
+    print(f"python -m pycomm.bench: {said}", file=sys.stderr)
+    return status
 
 
 def run(argv: Sequence[str]) -> int:

@@ -30,8 +30,7 @@ from pycomm.bench.figures import charts
 from pycomm.bench.figures.drawing import save
 from pycomm.bench.lab import jobs, rates
 from pycomm.bench.training.methods import Method
-from pycomm.bench.training.results import DEMO_HEAD as HEAD
-from pycomm.bench.training.results import demo_cells
+from pycomm.bench.training.results import demo_table
 from pycomm.bench.training.train import Config, parameters, ranks_train
 from pycomm.plan import show
 from pycomm.plan.options import count, shown
@@ -98,18 +97,6 @@ def means_nothing(run: DemoRun, done: list[DemoRun]) -> str:
     if low <= 1 <= high:
         return f"turns differ by more than it: half of them were {low:.2f} to {high:.2f} x"
     return ""
-
-
-def rows(done: list[DemoRun]) -> list[tuple[str, ...]]:
-    """Return the table as text, header first."""
-    first = done[0].step_seconds
-    made: list[tuple[str, ...]] = [HEAD]
-    for run in done:
-        base = None if means_nothing(run, done) else first
-        made.append(
-            demo_cells(run.label, run.step_seconds, base, run.result["wire_bytes"], run.loss)
-        )
-    return made
 
 
 def verdict(done: list[DemoRun]) -> list[str]:
@@ -191,16 +178,15 @@ def main(argv: Sequence[str]) -> int:
             env={"NCCL_SOCKET_IFNAME": lab.interface},
             heard=partial(hear, done, config.steps),
         )
-    head, *body = rows(done)
+    made = records(done, lab, config, origin)
+    head, *body = demo_table(made, [run.label for run in done if means_nothing(run, done)])
     link = format_rate(parse_rate(args.rate)[0])
     show.table(head, body, f"2 ranks on {origin.device}, {link}, {config.steps} steps", words=1)
     for line in verdict(done):
         print(line)
 
-    made = records(done, lab, config, origin)
     table = args.out / "demo.csv"
-    table.unlink(missing_ok=True)
-    tables.append(table, made)
+    tables.write(table, list(made[0]), made)
     picture = args.out / "loss.png"
     save(charts.loss(tables.read(table)), picture)
     print(f"files: {table.resolve()}\n       {picture.resolve()}")

@@ -34,12 +34,11 @@ from pycomm.bench.common.harness import record
 from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab.base import Lab
 from pycomm.bench.lab.jobs import Failed, ask
-from pycomm.bench.lab.rates import UNLIMITED
-from pycomm.bench.lab.wan import lab_of
+from pycomm.bench.lab.rates import UNLIMITED, bytes_per_second
+from pycomm.bench.lab.wan import lab_of, round_trip
 from pycomm.bench.training.methods import ONE_BUCKET, TOP_1, Method, System
 from pycomm.bench.training.results import steps_to_loss
 from pycomm.bench.training.train import Config, ranks_train
-from pycomm.units import parse_rate
 
 RANKS, CONFIG = 2, Config()
 RATES, DELAYS = "100mbit,1gbit,10gbit", "0,50"
@@ -193,6 +192,11 @@ def measured(lab: Lab, peer: Peer, config: Config) -> list[dict[str, float]]:
 # ------------------------------------------------------------------------ measurements
 
 
+def link(rate: str, delay: float) -> str:
+    """Return the text of `lab_of` for links of a rate and a round trip in ms."""
+    return f"{rate}@{delay:g}ms" if delay else rate
+
+
 def losses(peer: Peer) -> dict[str, Any]:
     """Train a system once, without a limit."""
     row = peer.row("loss")
@@ -220,7 +224,7 @@ def steps(peer: Peer, rate: str, delay: float) -> dict[str, Any]:
     settle, count = (SETTLE, STEPS) if peer.every == 1 else (peer.every, 2 * peer.every)
     config = replace(CONFIG, steps=settle + count, evaluate_every=settle + count)
     try:
-        with lab_of(RANKS, f"{rate}@{delay:g}ms" if delay else rate) as lab:
+        with lab_of(RANKS, link(rate, delay)) as lab:
             rows = measured(lab, peer, config)
         first, last = rows[settle - 1], rows[-1]
         mean = {name: (last[name] - first[name]) / count for name in ("seconds", "sent")}
@@ -246,13 +250,16 @@ def main(argv: Sequence[str]) -> int:
     parser = arguments.Parser(prog="python -m pycomm.bench peers", description=__doc__)
     add = parser.add_argument
     add("--rates", type=arguments.rates, default=RATES, help=f"of links ({RATES})")
-    add("--delays", type=arguments.listed(float), default=DELAYS, help=f"in ms ({DELAYS})")
+    trips = arguments.listed(lambda text: 1e3 * round_trip(f"{text}ms"))
+    add("--delays", type=trips, default=DELAYS, help=f"in ms ({DELAYS})")
     add("--peers", default="", help="only those in whose name this pattern is found")
     arguments.add_csv(parser)
     options = parser.parse(argv)
     known = {peer.method.label: peer for peer in PEERS}
     peers = arguments.fitting(parser, "--peers", options.peers, known)
-    output = Report(COLUMNS, options)
+    output = Report(COLUMNS, options, hidden=("version", "lines"))
+    for delay in options.delays:  # systems train for minutes before they take steps
+        lab_of(RANKS, link(options.rates[0], delay)).close()
     output.header()
     whole = []
     for peer in map(known.__getitem__, peers):
@@ -294,7 +301,7 @@ def markdown(rows: Sequence[tables.Row]) -> str:
     rows = tables.newest(rows, "kind", "system", "rate", "delay_ms")
     found = seconds_to_loss(rows)
     links = {(row["rate"], row["delay_ms"]) for row in rows if row["kind"] == "step"}
-    links = sorted(links, key=lambda place: (float(place[1]), parse_rate(place[0])[0]))
+    links = sorted(links, key=lambda place: (float(place[1]), bytes_per_second(place[0])))
     best = {
         place: min((t for (_, at), t in found.items() if at == place), default=None)
         for place in links

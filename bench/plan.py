@@ -244,7 +244,9 @@ def main(argv: Sequence[str]) -> int:
     add("--kind", type=kinds, default="all_reduce,step", help="comma-separated")
     arguments.add_csv(parser)
     options = parser.parse(argv)
-    report, cases = Report(COLUMNS, options), []
+    if min(options.ranks) < 2:
+        parser.error("--ranks: want at least 2, which links join")
+    report, cases = Report(COLUMNS, options, hidden=("algorithm",)), []
     report.header()
     with tempfile.TemporaryDirectory() as folder:
         for rate, ranks in itertools.product(options.rate, options.ranks):

@@ -3,11 +3,11 @@
     python -m pycomm.bench.plot --docs     the figures of README and docs, into docs/img
     python -m pycomm.bench.plot loss       only this one of them
     python -m pycomm.bench.plot loss --results mine --out mine    of mine/demo-cpu.csv
-    python -m pycomm.bench.plot --check    says what is out of date, or mixes rows that differ in
-                                           more than what is shown; exit status 1 if anything is
+    python -m pycomm.bench.plot --check    says what is out of date, or mixes rows of several
+                                           commands or machines; exit status 1 if anything does
 
-A figure declares which columns its lines and points show. All other columns that were set and not
-measured have one value: else lines would differ by more than what the figure shows.
+A figure declares which columns its lines and points show. Its rows are those of one command on one
+machine: else lines would differ by more than what the figure shows.
 
 A picture holds the digest of the chart that it shows. Whether it is out of date thus depends on the
 contents of its table, not on the time of the file.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,16 +25,12 @@ from typing import Any
 from pycomm.bench.__main__ import reported
 from pycomm.bench.common import tables
 from pycomm.bench.common.arguments import Parser, one_of
-from pycomm.bench.common.harness import MEASURED, Origin
 from pycomm.bench.common.tables import Row
 from pycomm.bench.figures import charts
 from pycomm.bench.figures.drawing import digest, picture_digest, save
 
 ROOT = Path(__file__).parent.parent
 IMAGES = Path("docs/img")
-CHECKED = ("device", "cores")
-"""Columns of a row's origin that figures must share, too."""
-ORIGIN = {f.name for f in fields(Origin)} - set(CHECKED)
 
 
 @dataclass(frozen=True)
@@ -45,69 +41,57 @@ class Figure:
     table: str
     """the table's file name in bench/results"""
     chart: Callable[[Sequence[Row]], Any]
+    shown: Sequence[str]
+    """columns in which lines and points differ; of rows that are equal in them the newest counts"""
     where: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """by column: the values of the rows that are shown"""
-    shown: Sequence[str] = ()
-    """columns in which panels, lines and points differ"""
-    measured: Sequence[str] = ()
-    """columns that were not set: results, and what does not change what is shown"""
+    shared: Sequence[str] = ("command", "device", "cores")
+    """columns that have one value: rows are of one command, with all that was set, on a machine"""
 
     def rows(self, results: Path) -> list[Row]:
-        """Return the newest row of each setting that the figure shows."""
-        found = [
+        """Return the rows that the figure shows."""
+        found = (
             row
             for row in tables.read(results / self.table)
             if all(row[column] in allowed for column, allowed in self.where.items())
-        ]
-        return tables.newest(found, *self._settings(found))
+        )
+        return tables.newest(found, *self.shown)
 
     def mixtures(self, results: Path) -> list[str]:
         """Return a sentence for each column in which rows differ that are drawn as equals."""
         rows = self.rows(results)
-        values = {column: {row[column] for row in rows} for column in self._settings(rows)}
+        values = {column: {row[column] for row in rows} for column in self.shared}
         return [
             f"{self.name}: {column} is {' and '.join(sorted(found))} in the rows"
             for column, found in values.items()
-            if len(found) > 1 and column not in self.shown
+            if len(found) > 1
         ]
 
     def of(self, results: Path) -> Any:
         """Return the chart of a folder's table.
 
         Raises:
-            ValueError: it would mix rows that differ in more than what the chart shows.
+            ValueError: it has no such rows, or the chart would mix rows that differ in more than
+                what it shows.
         """
-        mixed = self.mixtures(results)
-        if mixed:
-            raise ValueError("; ".join(mixed))
-        return self.chart(self.rows(results))
-
-    def _settings(self, rows: Sequence[Row]) -> list[str]:
-        return [column for column in rows[0] if column not in {*ORIGIN, *self.measured}]
+        rows = self.rows(results)
+        if wrong := self.mixtures(results) or [f"{self.table} has no rows for it"] * (not rows):
+            raise ValueError("; ".join(wrong))
+        return self.chart(rows)
 
 
 FIGURES = (
+    Figure("loss", "demo-cpu.csv", charts.loss, ("run",)),
     Figure(
-        "loss",
-        "demo-cpu.csv",
-        charts.loss,
-        shown=("run", "backend", "codec"),
-        measured=("step_seconds", "wire_bytes", "loss", "curve"),
-    ),
-    Figure(
-        "gpu-trace",
-        "trace-stand-in.csv",
-        charts.timeline,
-        shown=("model", "method", "rate", "stage", "bucket"),
-        measured=("begin", "end"),
+        "gpu-trace", "trace-stand-in.csv", charts.timeline, ("method", "rate", "stage", "bucket")
     ),
     Figure(
         "kinds",
         "suite-cpu.csv",
         charts.kinds,
+        ("model", "method", "seed"),
         {"kind": ["suite"], "method": charts.KIND_METHODS},
-        shown=("model", "parameters", "steps", "size", "count", "method", "codec", "seed"),
-        measured=(*MEASURED, *CHECKED),
+        shared=(),  # losses do not depend on the machine
     ),
 )
 
@@ -159,7 +143,9 @@ def main(argv: Sequence[str]) -> int:
                 path = options.out / f"{figure.name}.png"
                 save(figure.of(options.results), path)
                 print(path)
-    except (ValueError, KeyError) as error:
+    except KeyError as error:
+        parser.error(f"the table has no column {error}")
+    except ValueError as error:
         parser.error(str(error))
     return 0
 

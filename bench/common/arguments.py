@@ -47,6 +47,16 @@ def listed(parse: Callable[[str], Any] = str) -> Callable[[str], list[Any]]:
     return shown(lambda text: [parse(word) for word in text.split(",")])
 
 
+def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
+    """Return an argparse type of texts that a function parses."""
+
+    def kept(text: str) -> str:
+        parse(text)
+        return text
+
+    return shown(kept)
+
+
 def one_of(what: str, known: Collection[str]) -> Callable[[str], str]:
     """Return an argparse type that accepts one of the known words."""
 
@@ -92,8 +102,7 @@ def _count(text: str) -> int:
 
 size, sizes = shown(harness.parse_size), listed(harness.parse_size)
 count, counts = shown(_count), listed(_count)
-rates = listed(lambda text: link_rates.parse(text) and text)
-far_rates = listed(lambda text: wan.parse(text) and text)
+rates, far_rates = listed(checked(link_rates.parse)), listed(checked(wan.parse))
 """links' rates, as netlab takes them; far ones also with a round trip and a loss"""
 
 
@@ -102,17 +111,8 @@ def codecs(text: str) -> list[str]:
     """Parse codecs joined by commas; a codec may itself contain commas: "topk:0.01,values=int8"."""
     found = re.split(r"[;,](?!\w+=)", text)  # what follows else is an option of the previous codec
     for codec in found:
-        core_spec(codec)
+        _C.Codec(codec)  # an error says which codec or option is unknown
     return _once(found, text)
-
-
-def core_spec(text: str) -> str:
-    """Return a codec's text in the core's form, "none" for none. Short names are accepted.
-
-    Raises:
-        RuntimeError: the codec or one of its options is unknown.
-    """
-    return text if text == "none" else _C.Codec(text).spec
 
 
 def _once(words: list[str], text: str) -> list[str]:

@@ -170,12 +170,6 @@ class Row:
     """ "step:loss" at every evaluation"""
 
 
-MEASURED = (
-    *("iterations", "time_p50", "time_p99", "algbw", "busbw", "effbw", "wrong", "ratio", "err"),
-    *("wire_bytes", "cpu_seconds", "copybw", "of_copy", "seconds", "loss", "curve"),
-    *("wire_seconds", "bound", "memory", "parts", "time_device"),
-)
-"""columns of `Row` that are results; the others say what was measured"""
 COLUMNS = [f.name for f in fields(Row)] + [f.name for f in fields(Origin)]
 
 
@@ -219,6 +213,10 @@ def output(*words: str) -> str:
 def _commit() -> str:
     """Return the checkout's commit, with a + if it has changes; empty outside a checkout."""
     here = "git", "-C", str(Path(__file__).parent)
+    root = output(*here, "rev-parse", "--show-toplevel")
+    # pycomm may be installed in the environment of another project, which has commits of its own.
+    if not root or not Path(root, "bench/common/harness.py").exists():
+        return ""
     return output(*here, "describe", "--always", "--dirty=+", "--exclude=*")
 
 

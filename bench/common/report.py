@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pycomm.bench.common import tables
-from pycomm.bench.common.harness import Origin, Row, record
+from pycomm.bench.common.harness import COLUMNS, Origin, Row, record
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,10 @@ class Report:
         options: of `arguments.Parser`: the command, and its `csv`; None: there is no file.
         quiet: keep rows and do nothing else: for ranks other than 0.
         device: on which was measured; empty: the processor.
+        hidden: of rows that are no `Row`: what they have beside the printed columns.
+
+    Raises:
+        OtherTable: the CSV has other columns, which is told before anything is measured.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Report:
         *,
         quiet: bool = False,
         device: str = "",
+        hidden: Sequence[str] | None = None,
     ) -> None:
         self.columns, self.quiet = columns, quiet
         self.origin = Origin.here(options.command if options else "")
@@ -68,6 +73,9 @@ class Report:
             self.origin = replace(self.origin, device=device)
         self.rows: list[Any] = []
         self._csv = Path(options.csv) if options and options.csv and not quiet else None
+        if self._csv:
+            known = COLUMNS if hidden is None else [*(c.name for c in columns), *hidden]
+            tables.header(self._csv, [*known, *vars(self.origin)])
 
     def header(self, *comments: str) -> None:
         for comment in comments:

@@ -11,9 +11,33 @@ Row = dict[str, str]
 RESULTS = Path(__file__).parents[1] / "results"
 
 
+class OtherTable(ValueError):
+    """A file holds something else than the table that is to be in it."""
+
+
 def read(path: Path) -> list[Row]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def header(path: Path, columns: Iterable[str]) -> list[str]:
+    """Return the header of the table to which rows of these columns are to be added.
+
+    It is empty where there is none yet, and for what keeps no rows, such as /dev/null.
+
+    Raises:
+        OtherTable: it has a column that the rows do not have.
+    """
+    if not path.is_file():
+        return []
+    try:
+        with path.open(newline="") as file:
+            found = next(csv.reader(file), [])
+    except (UnicodeDecodeError, csv.Error):
+        raise OtherTable(f"{path} holds no table: use another file") from None
+    if strange := sorted(set(found) - set(columns)):
+        raise OtherTable(f"{path} has other columns ({', '.join(strange)}): use another file")
+    return found
 
 
 def append(path: Path, records: Sequence[dict[str, Any]]) -> None:
@@ -22,24 +46,23 @@ def append(path: Path, records: Sequence[dict[str, Any]]) -> None:
     A file of an earlier version, which has only some of the columns, gets the others, empty.
 
     Raises:
-        ValueError: the file has a column that the rows do not have.
+        OtherTable: the file has a column that the rows do not have.
     """
     columns = list(records[0])
-    header: list[str] = []
-    if path.exists():
-        with path.open(newline="") as file:
-            header = next(csv.reader(file), [])
-    strange = sorted(set(header) - set(columns))
-    if strange:
-        raise ValueError(f"{path} has other columns ({', '.join(strange)}): use another file")
-    if header != columns:
-        write(path, columns, read(path) if header else [])
+    before = header(path, columns)
+    if before and before != columns:
+        write(path, columns, read(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", newline="") as file:
-        csv.DictWriter(file, columns).writerows(records)
+        writer = csv.DictWriter(file, columns)
+        if not before:
+            writer.writeheader()
+        writer.writerows(records)
 
 
 def write(path: Path, columns: Sequence[str], rows: Iterable[dict[str, Any]]) -> None:
     """Write a whole table, by way of a temporary file, so that an interruption loses no row."""
+    path = path.resolve()  # what a link leads to is replaced, not the link
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     with partial.open("w", newline="") as file:

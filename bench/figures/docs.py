@@ -19,10 +19,9 @@ from pycomm.bench.common.report import markdown
 from pycomm.bench.training import suite
 from pycomm.bench.training.methods import METHODS
 from pycomm.bench.training.results import (
-    DEMO_HEAD,
     RANKS,
     changes,
-    demo_cells,
+    demo_table,
     loss,
     pairs,
     steps_to_exact,
@@ -34,12 +33,11 @@ from pycomm.reduction.paths import KINDS, PATHS
 ROOT = Path(__file__).parents[2]
 DOCS, README = ROOT / "docs", ROOT / "README.md"
 PAGE = DOCS / "results.md"
-TRAINING, CODECS = tables.RESULTS / "training-cpu.csv", tables.RESULTS / "codecs-cpu.csv"
-SGD, SUITE = tables.RESULTS / "sgd-cpu.csv", tables.RESULTS / "suite-cpu.csv"
-LOCAL, LINKS = tables.RESULTS / "local-sgd-cpu.csv", tables.RESULTS / "links-cpu.csv"
-DEMO, STEPS = tables.RESULTS / "demo-cpu.csv", tables.RESULTS / "steps-cpu.csv"
-COLLECTIVES = tables.RESULTS / "collectives-cpu.csv"
-STAND_IN = tables.RESULTS / "step-stand-in.csv"
+
+
+def results(name: str) -> list[Row]:
+    """Return the rows of a table in bench/results."""
+    return read_rows(tables.RESULTS / f"{name}.csv", Row)
 
 
 def steps(rows: Sequence[Row], model: str) -> str:
@@ -148,7 +146,7 @@ def far_links(path: Path) -> str:
             [found.get((*link, op, size, backend), {}) for op in ops for backend in BACKENDS]
             for ops, size in ((FAR, "16777216"), (FAR[:1], "8192"))
         )
-        stream = streams[link[0], link[1], large[0]["commit"]]
+        stream = streams.get((*link, large[0].get("commit")), {})
         rates = [row.get("mbit_per_s") for row in (stream, *large)]
         cells = [*rates, *(row.get("ms") for row in small)]
         shown = [number(float(cell) if cell else None, 0) for cell in cells]
@@ -214,12 +212,8 @@ def codecs(path: Path) -> str:
 def demo(path: Path) -> str:
     """Return the table with a row per run of the demo."""
     rows = tables.newest(tables.read(path), "run")
-    first = float(rows[0]["step_seconds"])
-    numbers = [[float(row[c]) for c in ("step_seconds", "wire_bytes", "loss")] for row in rows]
-    return markdown(DEMO_HEAD, [
-        demo_cells(row["run"], step, first, sent, loss)
-        for row, (step, sent, loss) in zip(rows, numbers, strict=True)
-    ])  # fmt: skip
+    head, *body = demo_table(rows)
+    return markdown(head, body)
 
 
 def planner(path: Path) -> str:
@@ -279,21 +273,21 @@ def paths() -> str:
 
 def write_all(claimed: Sequence[tables.Row]) -> None:
     """Write all tables; those of what docs claim has a row for each of these claims."""
-    rows = read_rows(TRAINING, Row)
+    rows = results("training-cpu")
     write(PAGE, "steps 25m", steps(rows, "25m"))
-    write(PAGE, "steps demo", steps_by_link(read_rows(STEPS, Row)))
-    write(PAGE, "all-reduces", all_reduces(COLLECTIVES))
+    write(PAGE, "steps demo", steps_by_link(results("steps-cpu")))
+    write(PAGE, "all-reduces", all_reduces(tables.RESULTS / "collectives-cpu.csv"))
     write(PAGE, "losses demo", losses(rows, "demo"))  # others are sweeps of the demo's settings
-    write(PAGE, "losses SGD", losses(read_rows(SGD, Row), "demo"))
+    write(PAGE, "losses SGD", losses(results("sgd-cpu"), "demo"))
     write(PAGE, "losses longer", longer_losses(rows))
-    write(PAGE, "losses local", local_losses(read_rows(LOCAL, Row)))
-    write(PAGE, "local shares", local_shares(read_rows(LOCAL, Row)))
-    write(PAGE, "far links", far_links(LINKS))
-    write(PAGE, "suite", suite.table(read_rows(SUITE, Row)))
-    write(PAGE, "codecs", codecs(CODECS))
+    write(PAGE, "losses local", local_losses(results("local-sgd-cpu")))
+    write(PAGE, "local shares", local_shares(results("local-sgd-cpu")))
+    write(PAGE, "far links", far_links(tables.RESULTS / "links-cpu.csv"))
+    write(PAGE, "suite", suite.table(results("suite-cpu")))
+    write(PAGE, "codecs", codecs(tables.RESULTS / "codecs-cpu.csv"))
     write(DOCS / "bench.md", "claims", claims(claimed))
     write(DOCS / "peers.md", "peers", peers.markdown(tables.read(tables.RESULTS / "peers-cpu.csv")))
     write(PAGE, "planner", planner(tables.RESULTS / "plan-cpu.csv"))
     write(DOCS / "gpu.md", "paths", paths())
-    write(DOCS / "gpu.md", "stand-in", modelled(read_rows(STAND_IN, Row)))
-    write(README, "demo", demo(DEMO))
+    write(DOCS / "gpu.md", "stand-in", modelled(results("step-stand-in")))
+    write(README, "demo", demo(tables.RESULTS / "demo-cpu.csv"))

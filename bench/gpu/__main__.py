@@ -35,6 +35,7 @@ from typing import Any
 import torch
 
 from pycomm import triton_kernels
+from pycomm.bench.__main__ import reported
 from pycomm.bench.common import accelerator, arguments, tables
 from pycomm.bench.common.harness import Origin, output
 from pycomm.bench.gpu import checks
@@ -264,4 +265,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(reported(partial(main, sys.argv[1:])))

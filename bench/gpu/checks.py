@@ -92,10 +92,12 @@ def status_of(
     try:
         return process.wait(max(seconds, 0.001))
     except subprocess.TimeoutExpired:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
         return None
+    finally:  # also of an interrupt, which does not reach its session
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def counts(output: str, status: int) -> dict[str, int]:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from pycomm.units import parse_rate
+
 UNLIMITED = "unlimited"
 _RATE = re.compile(r"\d+(\.\d+)?[kmgt]?bit")
 
@@ -49,3 +51,13 @@ def _one_way(text: str) -> str | None:
             "for sending and receiving, such as 100mbit/1gbit"
         )
     return text
+
+
+def bytes_per_second(text: str) -> float:
+    """Return the bytes per second that a node sends on its first link; 0: there is no limit.
+
+    Raises:
+        ValueError: as of `parse`.
+    """
+    sent = parse(text)[0].sent
+    return 0.0 if sent is None else parse_rate(sent)[0]

@@ -40,15 +40,6 @@ ON_CPU = (
 )
 ON_DEVICE = ("pycomm-torch", "pycomm-host", "nccl", "pycomm-nccl")
 """Those of `--device cuda`."""
-# The names in torch.distributed.
-NAMES = {
-    "pycomm-torch": "pycomm",
-    "pycomm-torch-shared": "pycomm",
-    "gloo": "gloo",
-    "pycomm-host": "pycomm",
-    "nccl": "nccl",
-    "pycomm-nccl": "nccl",
-}
 CPU = torch.device("cpu")
 LIMIT = 60.0  # seconds for the first rank
 UNKNOWN = ("uint32", "uint64")
@@ -119,6 +110,11 @@ def _pieces(case: Case, codec: str) -> _C.Pieces:
     return pieces
 
 
+def in_torch(name: str) -> str:
+    """Return the name in torch.distributed of a backend."""
+    return "nccl" if name.endswith("nccl") else name.partition("-")[0]
+
+
 class TimedRun:
     """Calls that are done when they return, and that events of the GPU time."""
 
@@ -174,14 +170,14 @@ class Torch:
         return run if self.device == CPU else TimedRun(run)
 
     def sent_bytes(self) -> int | None:
-        if NAMES[self.name] != "pycomm":
+        if in_torch(self.name) != "pycomm":
             return None
         sent: int = self.group._get_backend(self.device).sent_bytes
         return sent
 
     def describe(self) -> str:
         shared = "" if self.device == CPU else accelerator.sharing(self.group.size())
-        told = f"torch {torch.__version__} {NAMES[self.name]}"
+        told = f"torch {torch.__version__} {in_torch(self.name)}"
         return ", ".join(filter(None, [told, shared]))
 
     def close(self) -> None:
@@ -227,7 +223,7 @@ def connect(name: str, store: _C.Store, rank: int, ranks: int, device: str) -> B
         if not dist.is_initialized():
             met = torch_store(store, rank)
             dist.init_process_group("gloo", store=met, rank=rank, world_size=ranks)
-        options = accelerator.group(NAMES[name], place.type)
+        options = accelerator.group(in_torch(name), place.type)
         if name == "pycomm-host":
             options["pg_options"] = pycomm.Options(device_path="host")
         return Torch(name, dist.new_group(**options), place)

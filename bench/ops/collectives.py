@@ -26,6 +26,7 @@ from pycomm.bench.ops import backends, coded
 from pycomm.bench.ops.measure import Rank
 from pycomm.bench.ops.operations import ALIASES, DTYPES, OPERATIONS, REDUCTIONS
 from pycomm.env import env
+from pycomm.plan.options import count as above_0
 from pycomm.stores import at_master
 
 
@@ -104,7 +105,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     kind = some("reduction", REDUCTIONS)
     add("-o", "--op", dest="redops", type=kind, default="sum", metavar="REDOP", help=what)
     what = "ranks to start (2); -g as in nccl-tests, where each GPU has one"
-    add("-p", "--ranks", "-g", "--ngpus", type=count, default=2, metavar="N", help=what)
+    add("-p", "--ranks", "-g", "--ngpus", type=above_0, default=2, metavar="N", help=what)
     add("--device", choices=("cpu", "cuda"), default="cpu", help="where the buffers are (cpu)")
     on_device = ", ".join(backends.ON_DEVICE)
     what = (
@@ -127,8 +128,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--backend {strange[0]} is not for --device {options.device}")
     options.sizes = arguments.checked_sizes(parser, options)
     options.dtypes = list(dict.fromkeys(ALIASES.get(name, name) for name in options.dtypes))
-    if options.ranks < 1:
-        parser.error("-p 0 starts nothing: want at least 1")
     if options.explain and not any(
         name.partition(":")[0] in backends.CORE for name in options.backend
     ):

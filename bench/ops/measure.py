@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pycomm import _C
-from pycomm.bench.common import arguments, harness
+from pycomm.bench.common import harness
 from pycomm.bench.common.harness import Row
 from pycomm.bench.common.report import Report
 from pycomm.bench.common.timing import calls_within, in_turns
@@ -35,7 +35,6 @@ class Variant:
 
     backend: backends.Backend
     codec: str
-    spec: str
     case: Case
     run: Run
     buffers: tuple[Tensor, Tensor] | None = None
@@ -59,7 +58,6 @@ class Rank:
         self.control = Communicator(store, rank, ranks, group="bench-control")
         place = store, rank, ranks, options.device
         self.backends = [backends.connect(name, *place) for name in options.backend]
-        self.specs = {codec: arguments.core_spec(codec) for codec in options.codec}
         self._cores = os.sched_getaffinity(0)
         self._pin()
 
@@ -121,9 +119,7 @@ class Rank:
         for (_, case), backend, codec in itertools.product(self.cases(), cores, self.options.codec):
             if case is not None:
                 name = " ".join([harness.format_size(case.size), case.dtype, backend.name, codec])
-                report.note(
-                    f"{name.removesuffix(' none')}: {backend.explain(case, self.specs[codec])}"
-                )
+                report.note(f"{name.removesuffix(' none')}: {backend.explain(case, codec)}")
 
     def measure(self, case: Case, report: Report) -> list[Row]:
         variants = self.variants(case, report)
@@ -151,7 +147,7 @@ class Rank:
                     case.op.name in backend.coded and case.dtype in coded.ROUNDING
                 ):
                     continue
-                found.append(Variant(backend, codec, self.specs[codec], case, lambda: None))
+                found.append(Variant(backend, codec, case, lambda: None))
         return found
 
     def verify(self, variant: Variant) -> None:
@@ -159,7 +155,7 @@ class Rank:
         case = variant.case
         backend = variant.backend
         x, y = case.buffers(backend.allocate)
-        run = backend.prepare(case, x, y, variant.spec)
+        run = backend.prepare(case, x, y, variant.codec)
         exact = variant.codec == "none"
         x.copy_(case.inputs(self.rank) if exact else coded.inputs(case, self.rank))
         run()
@@ -177,7 +173,7 @@ class Rank:
         distances = [float((result - want).square().sum()), float(want.square().sum())]
         error, norm = self.agree(distances, "sum")
         variant.err = (error / norm) ** 0.5
-        most = self.agree([coded.most_error(case, variant.spec)], "max")[0]
+        most = self.agree([coded.most_error(case, variant.codec)], "max")[0]
         same = True
         if case.op.name != "reduce_scatter":  # its result differs by rank
             checksum = _C.crc32c(result.numpy().tobytes())
@@ -190,7 +186,7 @@ class Rank:
         for variant in variants:
             case = variant.case
             x, y = case.buffers(variant.backend.allocate)
-            variant.run = variant.backend.prepare(case, x, y, variant.spec)
+            variant.run = variant.backend.prepare(case, x, y, variant.codec)
             if variant.codec != "none":
                 x.copy_(coded.inputs(case, self.rank))
             variant.buffers = (x, y)
@@ -231,7 +227,7 @@ class Rank:
         p50 = quantile(variant.samples, 0.5)
         rate = case.size / p50 / 1e3
         exact = variant.codec == "none"
-        ratio = 1.0 if exact else coded.ratio(case, variant.spec)
+        ratio = 1.0 if exact else coded.ratio(case, variant.codec)
         averages = case.op.reduces and not exact
         return Row(
             kind="time",

@@ -14,14 +14,15 @@ is not modelled: its exact all-reduce reached 55 % of 10 Gbit/s there, and 93 % 
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,16 +54,6 @@ LAUNCH, MEMORY, BUS = 4e-6, 3e12, 50e9
 """Of the device: seconds of a launch, and bytes per second of its memory and of a copy."""
 FIRST, EACH, OPTIMIZER = 14e-3, 1e-3, 2e-3
 """Seconds of computing until the first bucket is ready, from one to the next, and of AdamW."""
-
-GOALS = {"launches": 8, "calls": 20, "waits": 0, "held": 0}
-"""Most launches and Python calls of a bucket, waits of the host in a step, and exchanges for which
-the compute stream waits. A late carrier itself waits twice a bucket."""
-PASSES = {"launches": 4, "calls": 15}
-"""What the passes of a coded optimizer over moments may add to these."""
-CALLS_OF_HOST = 12
-"""Most Python calls of a bucket of tensors of the host."""
-OVER = 1.1
-"""What a step may be of the bound."""
 
 
 @dataclass(frozen=True)
@@ -112,37 +103,6 @@ class Recorded:
         return found | {"waits": waits, "held": held}
 
 
-@dataclass(frozen=True)
-class StageTime:
-    """A stage of a bucket, in seconds from the beginning of the step.
-
-    A hook is called when backward has made a bucket ready ("compute"). Its values are encoded,
-    scattered to their owners, added up and encoded again there ("own"), gathered, and decoded where
-    they land.
-    """
-
-    stage: str
-    bucket: int
-    """its number; of the optimizer, which has none, -1"""
-    begin: float
-    end: float
-
-    def row(self, method: str, rate: str) -> dict[str, Any]:
-        """Return the row of a trace, of a method on links of a rate: times to a microsecond."""
-        rounded = replace(self, begin=round(self.begin, 6), end=round(self.end, 6))
-        return {"method": method, "rate": rate} | asdict(rounded)
-
-
-def joined(spans: Sequence[StageTime]) -> list[StageTime]:
-    """Return spans in which those of a stage of a bucket are one, from its begin to its end."""
-    found: dict[tuple[str, int], StageTime] = {}
-    for span in spans:
-        key = span.stage, span.bucket
-        first = found.get(key, span)
-        found[key] = StageTime(*key, min(first.begin, span.begin), max(first.end, span.end))
-    return list(found.values())
-
-
 @dataclass
 class Lane:
     """A thread, a stream of a device, or one direction of a link."""
@@ -177,7 +137,13 @@ class Replay:
         self._events: dict[int, float] = {}
         self._arrived: dict[int, float] = {}
         self.sent = 0.0
-        self.spans: list[StageTime] = []
+        self.spans: dict[tuple[str, int], tuple[float, float]] = {}
+        """Of a step: when each stage of a bucket has begun and ended; the optimizer's bucket is -1.
+
+        A hook is called when backward has made a bucket ready ("compute"). Its values are encoded,
+        scattered to their owners, added up and encoded again there ("own"), gathered, and decoded
+        where they land.
+        """
         self._bucket = -1  # whose hook has run last in this step
         self._exchanges: dict[int, float] = {}  # when those that are not answered have begun
         self._ready = 0.0  # when that bucket was ready
@@ -199,7 +165,9 @@ class Replay:
 
     def _span(self, stage: str, begin: float, end: float) -> None:
         if end > self._ready:  # else its kernel has no need of the bucket's values
-            self.spans.append(StageTime(stage, self._bucket, max(begin, self._ready), end))
+            key, begin = (stage, self._bucket), max(begin, self._ready)
+            first, last = self.spans.get(key, (begin, end))
+            self.spans[key] = min(first, begin), max(last, end)
 
     def _take(self, kind: int, number: int, value: int) -> None:
         host, stream = self.host, self.streams[number]
@@ -252,21 +220,27 @@ class Modelled:
 
     seconds: float
     sent: float
-    spans: list[StageTime]
-    """The stages of each bucket."""
+    stages: list[dict[str, Any]]
+    """A row for each stage of a bucket, in seconds from the beginning of the step."""
 
 
 def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) -> Modelled:
     """Return the step that repeats on links of so many bytes per second."""
     replay, ends = Replay(recorded, FULL * rate, scale), [0.0]
     for _ in range(repeats):
-        replay.sent, replay.spans = 0.0, []
+        replay.sent, replay.spans = 0.0, {}
         ends.append(replay.step())
     since, until = ends[-2:]
-    spans = [
-        StageTime(s.stage, s.bucket, s.begin - since, s.end - since) for s in joined(replay.spans)
+    stages = [
+        {
+            "stage": stage,
+            "bucket": bucket,
+            "begin": round(begin - since, 6),
+            "end": round(end - since, 6),
+        }
+        for (stage, bucket), (begin, end) in replay.spans.items()
     ]
-    return Modelled(until - since, replay.sent, spans)
+    return Modelled(until - since, replay.sent, stages)
 
 
 def small(config: Config) -> Config:
@@ -319,76 +293,40 @@ def pace_of(config: Config) -> Pace:
     return Pace(FIRST, compute, OPTIMIZER, sizes[-1] / sum(sizes))
 
 
-def broken(recorded: Recorded, seconds: float, bound: float, *, coded: bool = False) -> list[str]:
-    """Return the goals of the engine that do not hold, one sentence each.
+def steps(
+    name: str, config: Config, methods: Sequence[str], rates: Sequence[str]
+) -> Iterator[tuple[Row, list[dict[str, Any]]]]:
+    """Yield the row of each method over each carrier on links of each rate, and its stages.
 
-    Args:
-        recorded: a step.
-        seconds: the step as the clock has it.
-        bound: the shortest step that the link allows.
-        coded: it has the passes of a coded optimizer.
-    """
-    counts = recorded.summary()
-    goals = {name: most + coded * PASSES.get(name, 0) for name, most in GOALS.items()}
-    wrong = [
-        f"{counts[name]:g} {name}, where {most} are the goal"
-        for name, most in goals.items()
-        if counts[name] > most
-    ]
-    if seconds > OVER * bound:
-        wrong.append(f"{seconds / bound:.2f} of the bound, where {OVER} is the goal")
-    return wrong
-
-
-class ModelledSteps:
-    """The modelled steps of `bench step --stand-in`.
+    Stages are those of ordered carriers.
 
     Args:
         name, config: of the model.
         methods: those of `CODECS`.
+        rates: of the links.
+
+    Raises:
+        Failed: the recorder has failed, or this is no checkout.
     """
-
-    def __init__(self, name: str, config: Config, methods: Sequence[str]) -> None:
-        self._name, self._config = name, config
-        self._methods = [method for method in methods if method in CODECS]
-        host = {"codec": "int4", "device": "cpu"}
-        self._shown = [(method, carrier) for method in self._methods for carrier in CARRIERS]
-        jobs = [{"codec": CODECS[method], "carrier": carrier} for method, carrier in self._shown]
-        *self._recorded, of_host = record(config, [*jobs, host])
-        calls = of_host.summary()["calls"]
-        self.broken: list[str] = []
-        """What keeps the goals from holding."""
-        if calls > CALLS_OF_HOST:
-            self.broken.append(f"{calls:g} calls on the host, where {CALLS_OF_HOST} are the goal")
-
-        self.traces: list[dict[str, Any]] = []
-        """The stages of a step of each method."""
-
-    def steps(self, rate: str, add: Callable[[Row], object]) -> None:
-        """Add the row of each method on links of a rate."""
-        speed, pace = parse_rate(rate)[0], pace_of(self._config)
-        count, scale = parameters(self._config), scale_of(self._config)
-        for (name, carrier), recorded in zip(self._shown, self._recorded, strict=True):
-            found = modelled(recorded, speed, scale)
-            wire = wire_seconds(found.sent, speed)
-            bound = pace.bound(wire)
-            coded = CODECS[name].startswith("coded ")
-            goals = broken(recorded, found.seconds, bound, coded=coded)
-            wrong = goals if carrier == "ordered" else []
-            self.broken += [f"{name} at {rate}: {one}" for one in wrong]
-            words = [f"{key}:{value:g}" for key, value in recorded.summary().items()]
-            told = name + ", late carrier" * (carrier == "late")
-            method = Method(f"stand-in, {told}", "stand-in", codec=name)
-            row = replace(
-                describe("step", self._name, count, method),
-                rate=rate,
-                seconds=found.seconds,
-                wire_bytes=found.sent,
-                wire_seconds=wire,
-                bound=bound,
-                ratio=found.seconds / bound,
-                parts=" ".join(words),
-            )
-            add(row)
-            if carrier == "ordered":
-                self.traces += [span.row(name, rate) for span in found.spans]
+    shown = list(itertools.product(methods, CARRIERS))
+    steps = record(config, [{"codec": CODECS[method], "carrier": way} for method, way in shown])
+    pace, count, scale = pace_of(config), parameters(config), scale_of(config)
+    for rate, ((codec, way), recorded) in itertools.product(rates, zip(shown, steps, strict=True)):
+        speed = parse_rate(rate)[0]
+        found = modelled(recorded, speed, scale)
+        wire = wire_seconds(found.sent, speed)
+        bound = pace.bound(wire)
+        words = [f"{key}:{value:g}" for key, value in recorded.summary().items()]
+        told = codec + ", late carrier" * (way == "late")
+        row = replace(
+            describe("step", name, count, Method(f"stand-in, {told}", "stand-in", codec=codec)),
+            rate=rate,
+            seconds=found.seconds,
+            wire_bytes=found.sent,
+            wire_seconds=wire,
+            bound=bound,
+            ratio=found.seconds / bound,
+            parts=" ".join(words),
+        )
+        place = {"method": codec, "rate": rate}
+        yield row, [place | stage for stage in found.stages if way == "ordered"]

@@ -96,7 +96,8 @@ COLUMNS = (
 def run(options: argparse.Namespace) -> int:
     """Measure the models that were asked for."""
     torch.set_num_threads(1)
-    report = Report(COLUMNS, options, device=accelerator.describe())
+    hidden = ("parameters", "tensors", "rounds")
+    report = Report(COLUMNS, options, device=accelerator.describe(), hidden=hidden)
     report.header()
     with tempfile.NamedTemporaryFile() as store:
         device = accelerator.kind() or "cpu"

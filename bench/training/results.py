@@ -7,7 +7,7 @@ The rows are of two kinds: `loss` is one training, whose `curve` has the loss at
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,19 +20,24 @@ EXACT = next(method for method in METHODS if method.label == "pycomm, exact")
 EXACT_SGD = next(method for method in METHODS if method.label == "pycomm, exact SGD")
 
 
-DEMO_HEAD = ("run", "step", "wire per step", "held-out loss", "speed-up")
+def demo_table(
+    rows: Iterable[Mapping[str, Any]], held_back: Collection[str] = ()
+) -> list[tuple[str, ...]]:
+    """Return the demo's rows as text, header first; each step is compared with the first one.
 
-
-def demo_cells(
-    run: str, seconds: float, first: float | None, wire_bytes: float, loss: float
-) -> tuple[str, ...]:
-    """Return the row of a run of the demo.
-
-    `first` is the step of the one it is compared with; None: the speed-up means nothing.
+    Args:
+        rows: of the demo's table.
+        held_back: the runs whose speed-up means nothing.
     """
-    gain = "held back" if first is None else f"{first / seconds:.2f} x"
-    sent = f"{wire_bytes / 1e6:.2f} MB"
-    return run, f"{seconds * 1e3:.0f} ms", sent, f"{loss:.4f}", gain
+    found = [("run", "step", "wire per step", "held-out loss", "speed-up")]
+    first = 0.0
+    for row in rows:
+        seconds, sent, loss = (float(row[c]) for c in ("step_seconds", "wire_bytes", "loss"))
+        first = first or seconds
+        gain = "held back" if row["run"] in held_back else f"{first / seconds:.2f} x"
+        step = f"{seconds * 1e3:.0f} ms"
+        found.append((row["run"], step, f"{sent / 1e6:.2f} MB", f"{loss:.4f}", gain))
+    return found
 
 
 def describe(kind: str, model: str, count: int, method: Method, ranks: int = RANKS) -> Row:
@@ -45,7 +50,7 @@ def describe(kind: str, model: str, count: int, method: Method, ranks: int = RAN
         size=4 * count,
         count=count,
         type="float32",
-        codec=method.codec or method.momentum or "none",
+        codec=method.codec or method.momentum or method.local.get("codec", "none"),
         model=model,
         parameters=count,
         method=method.label,

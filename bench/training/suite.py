@@ -107,10 +107,8 @@ def ranks_train(wanted: Sequence[tuple[str, str, int]]) -> Iterator[dict[str, An
 
 def row(task: str, label: str, seed: int, loss: float, count: int) -> Row:
     """Return the row of what a rank has yielded."""
-    method = METHODS[label]
-    blank = describe(KIND, task, count, method)
-    codec = method.local.get("codec", blank.codec)
-    return replace(blank, codec=codec, seed=seed, steps=TASKS[task].steps, loss=loss)
+    blank = describe(KIND, task, count, METHODS[label])
+    return replace(blank, seed=seed, steps=TASKS[task].steps, loss=loss)
 
 
 def changes(rows: Sequence[Row]) -> tuple[dict[str, dict[str, float]], dict[str, float]]:

@@ -32,6 +32,7 @@ from pycomm.bench.training.methods import METHODS, Method
 from pycomm.bench.training.results import RANKS, describe
 from pycomm.bench.training.tasks import TASKS
 from pycomm.bench.training.train import FINAL_WINDOWS, MODELS, parameters, ranks_train
+from pycomm.plan.options import count
 
 LOSSES = (
     Column("model", -12),
@@ -86,12 +87,10 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--suite", action="store_true", help="losses on small tasks of several kinds")
     add("--tasks", default="", help="of the suite: those in whose name this pattern is found")
     each = "of the trainings; each rank has a batch of its own"
-    add("--ranks", type=arguments.counts, default=[RANKS], help=each)
+    add("--ranks", type=arguments.listed(count), default=[RANKS], help=each)
     add("--seeds", type=arguments.counts, default=[0, 1, 2], help="of the trainings")
     arguments.add_csv(parser)
     options = parser.parse(argv)
-    if 0 in options.ranks:
-        parser.error("--ranks 0 starts nothing: want at least 1")
     known = {method.label: method for method in METHODS}
     names = suite.METHODS if options.suite else known
     labels = arguments.fitting(parser, "--methods", options.methods, names)
@@ -104,15 +103,10 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     if options.only == "optimizer":
         return optimizer.run(options)
-    try:
-        before = read_rows(options.csv, Row) if options.csv and options.csv.exists() else []
-    except (KeyError, TypeError, ValueError) as error:
-        where = f"--csv {options.csv} holds no rows of this benchmark"
-        print(f"python -m pycomm.bench training: {where}: {error}", file=sys.stderr)
-        return 2
     report = Report(LOSSES, options)
     report.header()
     if options.suite:
+        before = read_rows(options.csv, Row) if options.csv and options.csv.is_file() else []
         wanted = suite.missing(before, options.tasks, options.methods, options.seeds)
         if wanted:
             train(2, suite.ranks_train, wanted, heard=lambda got: report.add(suite.row(**got)))

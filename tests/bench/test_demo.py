@@ -13,6 +13,7 @@ from pycomm.bench.demo import DemoRun
 from pycomm.bench.figures import charts
 from pycomm.bench.figures.drawing import save
 from pycomm.bench.netlab import Lab
+from pycomm.bench.training.results import demo_table
 
 TURNS = 8
 
@@ -35,17 +36,12 @@ def three_runs(gains: tuple[float, ...] = (3.0,) * TURNS) -> list[DemoRun]:
     return done
 
 
-def test_log_becomes_a_curve_and_a_result():
-    gloo, exact, coded = three_runs()
-    assert gloo.seconds[:2] == pytest.approx([0.3, 3.3])
-    assert coded.seconds[:2] == pytest.approx([0.1, 1.1])
-    assert exact.held_out == [5.0] + [2.0] * (TURNS + 1)
-    assert (coded.step_seconds, coded.loss) == (0.1, 2.01)
+def recorded(done: list[DemoRun]) -> list[dict[str, object]]:
+    return demo.records(done, Lab(2, "200mbit"), demo.Config(), Origin.here("demo"))
 
 
 def test_speed_up_is_against_the_first_row():
-    text = demo.rows(three_runs())
-    assert text[0] == demo.HEAD
+    text = demo_table(recorded(three_runs()))
     assert text[1][-1] == "1.00 x"
     assert text[3] == ("pycomm, int4", "100 ms", "1.50 MB", "2.0100", "3.00 x")
 
@@ -59,7 +55,8 @@ def test_speed_up_is_against_the_first_row():
 )
 def test_a_speed_up_that_means_nothing_is_held_back(gains, why):
     done = three_runs(gains)
-    assert demo.rows(done)[3][-1] == "held back"
+    assert demo.means_nothing(done[2], done)
+    assert demo_table(recorded(done), {"pycomm, int4"})[3][-1] == "held back"
     said = demo.verdict(done)
     assert any("int4 is held back" in line and why in line for line in said)
     assert not any("times faster" in line for line in said)
@@ -78,8 +75,7 @@ def test_verdict_tells_equal_exact_runs_from_others():
 
 def test_the_picture_shows_the_table(tmp_path):
     done, table, png = three_runs(), tmp_path / "demo.csv", tmp_path / "loss.png"
-    made = demo.records(done, Lab(2, "200mbit"), demo.Config(), Origin.here("demo"))
-    tables.append(table, made)
+    tables.append(table, recorded(done))
     rows = tables.read(table)
     assert (rows[2]["run"], rows[2]["rate"]) == ("pycomm, int4", "200mbit")
     assert rows[2]["curve"].startswith("0.1000:5.000000 1.1000:2.010000 ")

@@ -5,11 +5,16 @@ from __future__ import annotations
 import csv
 import subprocess
 import sys
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
+from pycomm.bench import links
+from pycomm.bench.__main__ import main
 from pycomm.bench.lab.rates import Rate, parse
-from pycomm.bench.links import main
+from tests.torch.interpreter import free_port
 
 SMALL = (
     "--round-trip 2ms --loss 0 --operation all_reduce,all_reduce_int8,all_gather --bytes 4096"
@@ -19,7 +24,7 @@ SMALL = (
 
 def test_rows_of_both_backends(tmp_path, capsys):
     file = tmp_path / "rates.csv"
-    status = main([*SMALL.split(), "--iperf-time", "0", "--csv", str(file)])
+    status = main(["links", *SMALL.split(), "--iperf-time", "0", "--csv", str(file)])
     if status == 2 and "cannot be made here" in (error := capsys.readouterr().err):
         pytest.skip(error)
     assert status == 0
@@ -42,14 +47,32 @@ def test_rows_of_both_backends(tmp_path, capsys):
         assert (row["round_trip_ms"], row["loss"], row["bytes"]) == ("2", "0", "4096")
 
 
-@pytest.mark.parametrize(
-    ("words", "hint"), [("--loss 200%", "cannot read the share '200%'"), ("--round-trip 3", "3")]
-)
-def test_bad_words_get_one_line(words, hint, capsys):
-    assert main([*words.split()]) == 2
-    error = capsys.readouterr().err
-    assert hint in error
-    assert error.count("\n") == 1
+def test_rows_name_the_congestion_control_that_the_nodes_have(monkeypatch):
+    """The kernel keeps its own where it lacks the one that was asked for."""
+
+    @contextmanager
+    def lab_of(nodes, rate, congestion):
+        yield SimpleNamespace(congestion="cubic" if congestion == "bbr" else congestion)
+
+    monkeypatch.setattr(links, "lab_of", lab_of)
+    monkeypatch.setattr(links, "measure", lambda lab, options: [{"ms": "1.0"}])
+    words = ["--control", "bbr,reno", "--round-trip", "0", "--loss", "0"]
+    rows = [*links.run(links.parse(words))]
+    assert [row["control"] for row in rows] == ["cubic", "reno"]
+
+
+def test_an_error_of_pycomm_is_no_missing_row(monkeypatch):
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (place | {"MASTER_PORT": str(free_port())}).items():
+        monkeypatch.setenv(name, value)
+
+    def fails() -> None:
+        raise RuntimeError("the cause")
+
+    monkeypatch.setattr(links, "coded_run", lambda *_: fails)
+    with pytest.raises(RuntimeError, match="the cause"):
+        next(links.time_calls(["all_reduce_int8"], [4096], 1, ["pycomm"]))
+    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(
@@ -63,20 +86,6 @@ def test_bad_words_get_one_line(words, hint, capsys):
 )
 def test_rates(text, links):
     assert parse(text) == links
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("1gbit/", "rate ''"),
-        ("1gbit; rm x", "rate '1gbit; rm x'"),
-        ("1gbit,", "rate ''"),
-        ("2mbps", "rate '2mbps'"),  # of tc, which means bytes
-    ],
-)
-def test_what_is_wrong_is_quoted(text, wrong):
-    with pytest.raises(ValueError, match=wrong):
-        parse(text)
 
 
 @pytest.mark.parametrize(

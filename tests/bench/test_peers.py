@@ -6,7 +6,7 @@ import pytest
 
 from pycomm.bench import peers as table
 from pycomm.bench.common import tables
-from pycomm.bench.lab.base import Lab
+from pycomm.bench.lab.base import Lab, LabUnavailable
 from pycomm.bench.lab.jobs import Failed
 from pycomm.bench.lab.rates import UNLIMITED
 from pycomm.bench.peers import PEERS
@@ -31,21 +31,13 @@ ROWS = [
 ]
 
 
-def test_seconds_are_steps_times_a_step():
-    found = table.seconds_to_loss(ROWS)
-    place = ("1gbit", "0")
-    assert found[REFERENCE, place] == 20.0  # 200 steps of 0.1 s
-    assert found[OURS, place] == pytest.approx(150 * 0.05)  # its curve passes 3.0 at step 150
-    assert ("torchft DiLoCo", place) not in found  # it never comes so far
-
-
-def test_the_table_marks_the_first_of_each_column():
+def test_the_table_has_seconds_and_marks_the_first_of_each_column():
     lines = table.markdown(ROWS).splitlines()
     assert "| 1gbit, 0 ms |" in lines[0]
     by_name = {line.split(" | ")[0].strip("| "): line for line in lines[2:]}
-    assert "| **7.5** | 0.500 |" in by_name[OURS]
-    assert "| 20.0 | 4.000 |" in by_name[REFERENCE]
-    assert "| - | 0.100 |" in by_name["torchft DiLoCo"]
+    assert "| **7.5** | 0.500 |" in by_name[OURS]  # its curve passes 3.0 at step 150
+    assert "| 20.0 | 4.000 |" in by_name[REFERENCE]  # 200 steps of 0.1 s
+    assert "| - | 0.100 |" in by_name["torchft DiLoCo"]  # it never comes so far
     assert "No module named 'x'" in by_name["detonation DeMo"]
     assert all(line.count("|") == lines[0].count("|") for line in lines)
 
@@ -65,6 +57,7 @@ def test_a_broken_system_takes_no_steps(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(table, "measured", ranks)
     monkeypatch.setattr(table, "steps", steps)
+    monkeypatch.setattr(table, "lab_of", lambda ranks, rate: Lab(ranks, UNLIMITED))
     words = ["--peers", "fp32|exact", "--rates", "1gbit", "--delays", "0"]
     words += ["--csv", str(tmp_path / "peers.csv")]
     assert table.main(words) == 0
@@ -72,6 +65,16 @@ def test_a_broken_system_takes_no_steps(tmp_path, monkeypatch, capsys):
     rows = [(row["kind"], row["system"]) for row in tables.read(tmp_path / "peers.csv")]
     assert rows == [("loss", REFERENCE), ("loss", "pycomm, exact"), ("step", REFERENCE)]
     assert f"| {REFERENCE} | 0 | **1.0** |" in capsys.readouterr().out
+
+
+def test_no_system_trains_where_there_is_no_lab(monkeypatch):
+    def lab_of(ranks, rate):
+        raise LabUnavailable("no tc")
+
+    monkeypatch.setattr(table, "lab_of", lab_of)
+    monkeypatch.setattr(table, "losses", lambda peer: pytest.fail(f"{peer} has trained"))
+    with pytest.raises(LabUnavailable):
+        table.main([])
 
 
 def test_a_failed_rank_is_a_row_with_its_error(monkeypatch):

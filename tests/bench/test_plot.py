@@ -30,7 +30,7 @@ def lines(rows: list[tables.Row]):
     return figure
 
 
-FIGURE = Figure("line", "line.csv", lines, shown=("name", "x"), measured=("y",))
+FIGURE = Figure("line", "line.csv", lines, ("name", "x"))
 
 
 def row(x: int, y: int, **more: object) -> dict[str, object]:
@@ -59,8 +59,7 @@ def test_newer_table_is_noticed(checkout):
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"ranks": 8}, "line: ranks is 2 and 8 in the rows"),
-        ({"name": "other", "ranks": 8}, "line: ranks is 2 and 8 in the rows"),
+        ({"command": "c"}, "line: command is a and c in the rows"),
         ({"device": "GPU"}, "line: device is GPU and d in the rows"),
     ],
 )
@@ -82,6 +81,11 @@ def test_the_newest_of_equal_rows_is_shown(checkout):
     tables.append(results / "line.csv", [row(1, 9), row(1, 5, ranks=8)])
     figure = replace(FIGURE, where={"ranks": ["2"]})
     assert [one["y"] for one in figure.rows(results)] == ["9", "3"]
+
+
+def test_a_table_without_rows_is_told(checkout):
+    with pytest.raises(ValueError, match=r"line\.csv has no rows"):
+        replace(FIGURE, where={"ranks": ["9"]}).of(checkout / "bench/results")
 
 
 def test_figures_that_nothing_makes_or_nobody_drew_are_noticed(checkout):

@@ -9,11 +9,11 @@ import pytest
 from pycomm.bench.common import accelerator, tables
 from pycomm.bench.figures.charts import timeline
 from pycomm.bench.figures.drawing import digest, picture_digest
+from pycomm.bench.lab.rates import bytes_per_second
 from pycomm.bench.step import Pace, stand_in, wire_seconds
 from pycomm.bench.step import __main__ as command
-from pycomm.bench.step.stand_in import broken, buckets, modelled, pace_of, record, scale_of
+from pycomm.bench.step.stand_in import buckets, modelled, pace_of, record, scale_of
 from pycomm.bench.training.train import MODELS, parameters
-from pycomm.units import parse_rate
 
 
 def test_the_bound_is_the_longest_of_what_must_follow():
@@ -82,6 +82,7 @@ LAUNCHES_OF_ITS_STEP = 4
 # Of CodedSGD's step all but two are torch's, for the parameters that travel exactly: three for all
 # of them where it has kernels for lists, as on a GPU.
 LAUNCHES_OF_SGD = 3 * 98 + 2
+OVER = 1.1  # of the bound, what a step may be
 
 
 JOBS = [
@@ -107,7 +108,7 @@ def step_of(recorded):
 
     @cache
     def step(name, rate="10gbit"):
-        return modelled(recorded[name], parse_rate(rate)[0], scale_of(GPT))
+        return modelled(recorded[name], bytes_per_second(rate), scale_of(GPT))
 
     return step
 
@@ -128,6 +129,16 @@ def test_what_a_bucket_asks_for_only_falls(recorded):
     assert all(counts[name] <= most for name, most in TODAY.items()), counts
     assert recorded["int4", "late", ""].summary()["waits"] <= WAITS_OF_A_LATE_CARRIER
     assert recorded["cpu"].summary()["calls"] <= TODAY_ON_THE_HOST
+    before = recorded["int4", "late", "before"].summary()  # which shows that counts can rise
+    assert all(before[name] > TODAY[name] for name in ("launches", "calls", "waits", "held"))
+
+
+@pytest.mark.parametrize("rate", ["10gbit", "1gbit"])
+@pytest.mark.parametrize("codec", stand_in.CODECS.values())
+def test_a_step_is_near_its_bound(step_of, codec, rate):
+    found = step_of((codec, "ordered", ""), rate)
+    bound = pace_of(GPT).bound(wire_seconds(found.sent, bytes_per_second(rate)))
+    assert bound <= found.seconds <= OVER * bound
 
 
 @pytest.mark.parametrize(
@@ -142,37 +153,11 @@ def test_what_coded_momentum_asks_for_only_falls(recorded, codec, launches):
     assert step.count(stand_in.WORK) <= launches
 
 
-def test_the_check_passes(recorded, monkeypatch, capsys):
-    """What `bench step --stand-in --check` records: over a late carrier it checks nothing."""
-    late = recorded["int4", "late", ""]
-    ordered = [recorded[codec, "ordered", ""] for codec in stand_in.CODECS.values()]
-    shown = [one for each in ordered for one in (each, late)]
-    monkeypatch.setattr(stand_in, "record", lambda *_: [*shown, recorded["cpu"]])
-    words = ["--stand-in", "--check", "--methods", ",".join(stand_in.CODECS)]
-    assert command.main(words) == 0, capsys.readouterr().out
-
-
-def test_the_check_says_which_goals_do_not_hold(recorded, step_of):
-    found = step_of(NOW)
-    assert broken(recorded[NOW], found.seconds, found.seconds) == []
-    late, before = (("int4", "late", way) for way in ("", "before"))
-    for name, goals in (
-        (late, ["waits", "of"]),
-        (before, ["launches", "calls", "waits", "held", "of"]),
-    ):
-        wrong = broken(recorded[name], found.seconds, found.seconds / 1.2)
-        assert [line.partition(", where")[0].split()[1] for line in wrong] == goals
-
-
-def test_the_command_ends_with_1_where_goals_do_not_hold(recorded, monkeypatch, tmp_path, capsys):
-    late = recorded["int4", "late", ""]
-    monkeypatch.setattr(stand_in, "record", lambda *_: [late, late, recorded["cpu"]])
+def test_the_trace_has_each_stage_of_each_bucket(recorded, monkeypatch, tmp_path):
+    one = recorded[NOW]
+    monkeypatch.setattr(stand_in, "record", lambda *_: [one, one])
     words = ["--stand-in", "--methods", "int4", "--rate", "10gbit"]
     assert command.main([*words, "--trace", str(tmp_path / "t.csv")]) == 0
-    assert command.main([*words, "--check"]) == 1
-    said = capsys.readouterr().out
-    waits = late.summary()["waits"]
-    assert f"not yet: int4 at 10gbit: {waits} waits, where 0 are the goal" in said
     spans = tables.read(tmp_path / "t.csv")
     assert {int(span["bucket"]) for span in spans} == {-1, *range(len(buckets(GPT)))}
     stages = {"compute", "encode", "scatter", "own", "gather", "land", "optimizer"}

@@ -138,6 +138,12 @@ def row(kind: str, method: Method, **values: object) -> Row:
     return replace(describe(kind, "demo", 1000, method), **values)
 
 
+def test_a_row_names_the_codec_that_travels():
+    codecs = {method.label: describe("loss", "demo", 1000, method).codec for method in METHODS}
+    assert codecs["pycomm, coded momentum, int4"] == codecs["LocalSGD, int4"] == "int4"
+    assert codecs["pycomm, exact"] == "none"
+
+
 def test_steps_to_a_loss_are_found_between_evaluations():
     assert steps_to_loss([{10: 4.0, 20: 2.0}], 3.0) == 15
     assert steps_to_loss([{10: 4.0, 20: 2.0}, {10: 4.0, 20: 3.0}], 2.5) == 20  # of the mean

@@ -1,8 +1,7 @@
 """Mutation tests: do the tests notice small mistakes in the sources?
 
     python -m tests.mutants                  # all, in an hour on one quiet core
-    python -m tests.mutants --only NAME...   # mutants by name, or those of a file
-    python -m tests.mutants --list
+    python -m tests.mutants --only NAME...   # mutants by name, or those of a file or folder
 
 Each mutant is one mistake that a reviewer fears, with the tests that should notice it. It is made
 in a copy of the tree, in build/mutants, which is compiled again if it is in C++.
@@ -37,19 +36,14 @@ OUTCOMES = {"passed": "escaped", "failed": "caught", "hung": "hung", "nothing": 
 def main() -> int:
     about, _, _ = (__doc__ or "").partition("\n")
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=about)
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names, files")
-    parser.add_argument("--list", action="store_true", help="print the mutants, and run none")
+    what = "names, files, folders"
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help=what)
     args = parser.parse_args()
-    only = set(args.only)
-    chosen = [m for m in MUTANTS if not only or only & {m.name, m.file}]
-    if not chosen:
-        print(f"no mutant is called {' or '.join(args.only)}")
-        return 2
-    if args.list:
-        for m in chosen:
-            print(f"{m.name:<50}{m.file}: {m.function}")
-        print(f"{len(chosen)} mutants")
-        return 0
+    chosen = [m for m in MUTANTS if not args.only or any(map(m.fits, args.only))]
+    for word in args.only:
+        if not any(mutant.fits(word) for mutant in chosen):
+            print(f"no mutant is called {word}, and none is of such a file")
+            return 2
     copy, begin = Staged(BUILD), time.monotonic()
     try:
         print(f"preparing {copy.folder}", flush=True)
@@ -112,8 +106,8 @@ def _write(mutant: Mutant, result: Mapping[str, object], path: Path = RESULTS) -
         rows = {row["name"]: dict(row) for row in tables.read(path)}
     about = {"name": mutant.name, "file": mutant.file}
     rows[mutant.name] = {**about, "function": mutant.function, "tests": mutant.tests, **result}
-    path.unlink(missing_ok=True)
-    tables.append(path, [rows[m.name] for m in MUTANTS if m.name in rows])
+    made = [rows[m.name] for m in MUTANTS if m.name in rows]
+    tables.write(path, list(rows[mutant.name]), made)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,10 @@ class Mutant:
     def compiled(self) -> bool:
         return self.file.startswith("csrc/")
 
+    def fits(self, word: str) -> bool:
+        """Return whether a word is the name, or the file or folder."""
+        return word == self.name or f"{self.file}/".startswith(f"{word.rstrip('/')}/")
+
     def applied(self, source: str) -> str:
         """Return the file's text with the change.
 

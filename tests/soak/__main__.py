@@ -26,7 +26,15 @@ from typing import Any
 from tests.faults.injection import play as faults
 from tests.faults.injection.case import Call, Case
 from tests.faults.injection.player import Broken, Player
-from tests.soak.held import COUNTS, MEMORY, SETTLED, Sample, breaches, growths
+from tests.soak.held import (
+    COUNTS,
+    MEMORY,
+    SETTLED,
+    Sample,
+    breaches,
+    growths,
+    use_one_arena,
+)
 from tests.soak.rank import Trainer
 
 RANKS = 3
@@ -228,6 +236,7 @@ def show(director: Director, minutes: float) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
+    use_one_arena()
     start = told = time.monotonic()
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(prefix="pycomm-soak-") as folder:

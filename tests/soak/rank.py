@@ -23,7 +23,7 @@ from tests.faults.injection.case import LASTS, OPS, Call, Case
 from tests.faults.injection.elastic import found
 from tests.faults.injection.groups import TorchGroup
 from tests.faults.injection.rank import Rank
-from tests.soak.held import held_at_rest
+from tests.soak.held import held_at_rest, use_one_arena
 
 INPUTS, CLASSES = 64, 10
 TIMEOUT = timedelta(seconds=60)
@@ -58,6 +58,7 @@ class Trainer(Rank):
     seed: int
 
     def __init__(self, process: int, folder: str, say: Any) -> None:
+        use_one_arena()
         torch.set_num_threads(1)
         self.rank, self.folder, self.say = process, folder, say
         self.batches = torch.Generator()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from pycomm.bench.__main__ import main
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.harness import COLUMNS, Origin, Row
 from pycomm.bench.common.report import Column, Report
@@ -47,14 +49,6 @@ def test_peers_take_turns_and_only_timed_calls_count():
     assert found == {"a": [1, 1], "b": [1, 1]}
 
 
-def test_the_command_of_a_row_names_no_checkout():
-    command = (
-        "python -m pycomm.bench links --csv /a/b/bench/results/x.csv --out=/c/bench/results/y -n 1"
-    )
-    told = Origin.here(command).command
-    assert told.endswith("links --csv bench/results/x.csv --out=bench/results/y -n 1")
-
-
 def test_csv_is_appended_to_under_one_header(tmp_path):
     path, origin = tmp_path / "results" / "x.csv", Origin.here("command")
     tables.append(path, [harness.record(ROW, origin)])
@@ -67,12 +61,44 @@ def test_csv_is_appended_to_under_one_header(tmp_path):
     assert rows[0]["device"] == origin.device != ""
 
 
-def test_csv_of_another_schema_is_left_alone(tmp_path):
+def test_csv_of_another_schema_is_left_alone(tmp_path, capsys):
+    """Which is told in one line, before anything is measured."""
     path = tmp_path / "old.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="other columns"):
-        tables.append(path, [harness.record(ROW, Origin.here(""))])
+    for words in (["codecs"], ["links"], ["plan"], ["training", "--only", "optimizer"]):
+        assert main([*words, "--csv", str(path)]) == 2
+        told = f"python -m pycomm.bench: {path} has other columns (a, b): use another file\n"
+        assert capsys.readouterr() == ("", told)
     assert path.read_text() == "a,b\n1,2\n"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(tables.OtherTable, match="holds no table"):
+        tables.append(path, [harness.record(ROW, Origin.here(""))])
+
+
+def test_a_device_and_a_link_stay_what_they_are(tmp_path):
+    null, link, file = (tmp_path / name for name in ("null", "link", "file"))
+    null.symlink_to("/dev/null")
+    link.symlink_to(file)
+    file.write_text("op,size\nall_reduce,8\n")
+    for path in (null, link):
+        tables.append(path, [harness.record(ROW, Origin.here("command"))])
+    assert null.is_char_device()
+    assert link.is_symlink()
+    assert len(tables.read(file)) == 2
+
+
+def test_a_commit_is_that_of_pycomm_and_of_no_other_checkout(tmp_path, monkeypatch):
+    folder, there = tmp_path / "venv", tmp_path / "bench" / "common" / "harness.py"
+    git = ["git", "-C", tmp_path, "-c", "user.name=a", "-c", "user.email=b"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "c"]):
+        subprocess.run([*git, *words], check=True)
+    for made in (folder, there.parent):
+        made.mkdir(parents=True)
+    monkeypatch.setattr(harness, "__file__", str(folder / "harness.py"))
+    commit = harness._commit.__wrapped__
+    assert commit() == ""
+    there.touch()
+    assert commit() != ""
 
 
 def test_csv_of_an_earlier_version_gets_the_new_columns(tmp_path):
@@ -106,11 +132,12 @@ def test_table_lines_up_and_marks_what_has_no_meaning(capsys):
     assert line == "     8     2.00        -"
 
 
-def test_rows_name_set_variables_but_no_secret(monkeypatch):
+def test_the_command_of_a_row_names_variables_but_no_secret_and_no_checkout(monkeypatch):
     monkeypatch.setenv("PYCOMM_SECRET", "told to nobody")
     monkeypatch.setenv("PYCOMM_SOCKETS", "3")
-    command = Origin.here("python -m pycomm.bench codecs").command
-    assert command == "PYCOMM_SOCKETS=3 python -m pycomm.bench codecs"
+    command = "python -m pycomm.bench links --csv {}bench/results/x --out={}bench/results/y"
+    told = Origin.here(command.format("/a/b/", "/c/")).command
+    assert told == f"PYCOMM_SOCKETS=3 {command.format('', '')}"
 
 
 @pytest.mark.parametrize("text", ["", "K", "-8", "1.3", "8T", "8 K"])

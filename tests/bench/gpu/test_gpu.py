@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import _thread
 import json
 import re
+import sys
+import threading
 import time
 
 import pytest
@@ -21,7 +24,6 @@ from tests.torch import interpreter
 
 PASSED = {"passed": 767}
 MACHINE = {"device": "device", "commit": "commit"}
-KERNELS = len(gpu_tasks.SPECS) * len(gpu_tasks.OPS)
 
 
 @pytest.mark.parametrize(
@@ -42,14 +44,9 @@ def test_every_kind_that_is_timed_is_in_the_contract_test():
     assert {(kind, accelerator.kind() or "cuda") for kind in gpu.KINDS} == set(CUDA)
 
 
-@pytest.fixture
-def few_plugins(monkeypatch):
-    """Let pytest in another process load no plugins, which takes half a second."""
-    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-
-
-def test_counts_are_those_of_pytest(tmp_path, few_plugins, capfd):
+def test_counts_are_those_of_pytest(tmp_path, monkeypatch, capfd):
     """A skip by design is none; a tool that objects is a failure though all tests pass."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # which takes half a second
     test = tmp_path / "test_four.py"
     test.write_text(
         "import pytest\n"
@@ -111,21 +108,6 @@ def test_a_process_that_fails_or_hangs_is_told(monkeypatch, tmp_path, does, says
     assert run.problems == says
 
 
-def test_a_call_that_breaks_the_context_is_the_last(pretend_gpu, tmp_path, capsys):
-    def breaks(kind, numel, spec, op):
-        if op == "encode":
-            return row(kind, numel, spec, op)
-        pretend_gpu.setattr(gpu_tasks, "is_broken", lambda: True)
-        raise RuntimeError("illegal address")
-
-    pretend_gpu.setattr(gpu_tasks, "time_kernel", breaks)
-    job = {"kind": "native", "numels": [4], "specs": ["int8"], "machine": MACHINE}
-    assert gpu_tasks.main(**job, folder=str(tmp_path)) == 1
-    assert capsys.readouterr().err.endswith("this call broke the GPU's context\n")
-    rows = tables.read(tmp_path / "gpu-device.csv")
-    assert [row["op"] for row in rows] == ["encode"]  # that was timed before it
-
-
 def test_a_run_goes_on_where_one_of_equal_sources_stopped(pretend_gpu, tmp_path):
     started: list[str] = []
 
@@ -173,18 +155,25 @@ def test_each_test_of_the_contract_is_in_one_part():
         assert sum(chosen(part, name) for part in gpu_checks.PARTS) == 1
 
 
-def test_a_failing_kernel_does_not_lose_the_others(pretend_gpu, tmp_path, capsys):
+@pytest.mark.parametrize("breaks", [True, False])
+def test_a_failing_kernel_does_not_lose_the_others(pretend_gpu, tmp_path, capsys, breaks):
+    """Unless it breaks the GPU's context: then no later call is made."""
+
     def fails(kind, numel, spec, op):
         if (spec, op) == ("int8", "decode"):
+            pretend_gpu.setattr(gpu_tasks, "is_broken", lambda: breaks)
             raise RuntimeError("no such kernel")
         return row(kind, numel, spec, op)
 
     pretend_gpu.setattr(gpu_tasks, "time_kernel", fails)
     words = ["--results", str(tmp_path), "--kinds", "native", "--numel", "64"]
-    assert gpu.main([*words, "--stages", "kernels"]) == 1
-    assert "native int8 decode of 64: no such kernel" in capsys.readouterr().err
+    words += ["--codec", "int8,int4", "--stages", "kernels"]
+    assert gpu.main(words) == 1
+    said = capsys.readouterr().err
+    assert "native int8 decode of 64: no such kernel" in said
+    assert ("this call broke the GPU's context" in said) == breaks
     timed = [r for r in tables.read(tmp_path / "gpu-device.csv") if r["kind"] == "native"]
-    assert len(timed) == KERNELS - 1
+    assert len(timed) == (2 if breaks else 2 * len(gpu_tasks.OPS) - 1)
 
 
 def test_sanitizers_run_where_they_are_installed(tmp_path, monkeypatch):
@@ -198,16 +187,18 @@ def test_sanitizers_run_where_they_are_installed(tmp_path, monkeypatch):
     assert [suite.name for suite in suites] == ["memcheck sign", "racecheck sign"]
 
 
-def test_a_slow_suite_is_ended_with_its_processes(tmp_path, few_plugins):
-    test, alive = tmp_path / "test_slow.py", tmp_path / "alive"
+@pytest.mark.parametrize("ending", ["time", "interrupt"])
+def test_a_command_is_ended_with_its_processes(tmp_path, ending):
+    alive = tmp_path / "alive"
     child = f"import time; time.sleep(3); open({str(alive)!r}, 'w')"
-    test.write_text(
-        "import subprocess, sys, time\n"
-        "def test_a():\n"
-        f"    subprocess.Popen([sys.executable, '-c', {child!r}])\n"
-        "    time.sleep(60)\n"
-    )
-    assert gpu_checks.run(gpu_checks.Suite("slow", [str(test)]), 2) is None
+    code = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {child!r}])"
+    command = [sys.executable, "-c", f"{code}; time.sleep(60)"]
+    if ending == "time":
+        assert gpu_checks.status_of(command, 2) is None
+    else:
+        threading.Timer(2, _thread.interrupt_main).start()
+        with pytest.raises(KeyboardInterrupt):
+            gpu_checks.status_of(command, 60)
     time.sleep(2)
     assert not alive.exists()
 
@@ -221,11 +212,3 @@ def test_sanitizers_get_every_codec():
     listed = done.stdout
     specs = re.findall(r"\[(\S+)-native-cpu\]", listed)
     assert {pycomm.codec(spec).name for spec in specs} == set(CODECS)
-
-
-@pytest.mark.skipif(bool(accelerator.kind()), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(capsys):
-    assert gpu.main([]) == 2
-    told = capsys.readouterr().err
-    assert "torch sees no GPU here: this needs an NVIDIA GPU" in told
-    assert told.count("\n") == 1
