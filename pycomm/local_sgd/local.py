@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -178,6 +178,7 @@ class LocalSGD:
         typed("model", model, nn.Module)
         typed("exchange", exchange, Blocking, Streamed)
         typed("weighted", weighted, bool)
+        typed("process_group", process_group, dist.ProcessGroup, None)
         self.every = whole("every", every, 1)
         self.exchange = exchange
         self.lr, self.momentum = number("lr", lr), number("momentum", momentum)
@@ -200,8 +201,8 @@ class LocalSGD:
                 "float32, or freeze them"
             )
         device = next(iter(trained.values())).device
-        own = None
-        self._thread: ThreadPoolExecutor | None = None  # that runs exchanges in `own`
+        self._own: dist.ProcessGroup | None = None
+        self._thread: ThreadPoolExecutor | None = None  # that runs exchanges in `_own`
         if group is not None:
             agree_on_options([f"LocalSGD: {n}={getattr(self, n)}" for n in _OPTIONS], group)
             _refuse_meetings(model, group)
@@ -209,17 +210,16 @@ class LocalSGD:
             # exchanged in several steps that wait for each other.
             is_async = not weighted and average == "ranks" and device.type == "cpu"
             if exchange.overlap and not (is_async and backend.find(group)):
-                own = own_group.make(group)
+                self._own = own_group.make(group)
                 self._thread = ThreadPoolExecutor(1, "pycomm-local-sgd")
-                weakref.finalize(self, _close, self._thread, own).atexit = False
-        self.state = CompressionState(
+                weakref.finalize(self, _close, self._thread, self._own).atexit = False
+        self._state = CompressionState(
             codec,
-            process_group=own or group,
+            process_group=self._own or group,
             feedback=feedback,
             seed=seed,
             adapter=Adapter(LOCAL_SGD),
         )
-        """Codecs and feedback: `residual_norms()`."""
         self.state.reducer.average = average
         self.rounds = 0
         """Outer gradients that were applied, or skipped because they were not finite; those of each
@@ -227,20 +227,19 @@ class LocalSGD:
         self.skipped = 0
         """Outer gradients that were skipped."""
         self._inner = InnerOptimizers(lambda: named(model))
+        for name, parameter in trained.items():
+            own_part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            self.state.add(name, own_part.detach())
+        self.state.agree()  # first: Gloo would not tell that tensors differ
         broadcast(model, self.state.process_group)
         self._parts = [
             Fragment(part, momentum=self.momentum, end=end)
             for part, end in split(trained, exchange.fragments, self.every)
         ]
-        for name, parameter in trained.items():
-            own_part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            self.state.add(name, own_part.detach())
-        self.state.agree()
         if average == "ranks" and group is not None:
             self.state.reducer.find_nodes(device)
         self.local_steps = 0
         """Optimizer steps in this round."""
-        self._own = own
         self._in_flight: tuple[Fragment, Callable[[], Average]] | None = None
         self._countdown = 0  # steps until what is in flight is applied
         self._dirty = False  # the model differs from the common start
@@ -259,6 +258,14 @@ class LocalSGD:
         super().__setattr__(name, value)
 
     # ------------------------------------------------------------------ for users
+
+    @property
+    def state(self) -> CompressionState:
+        """Codecs and feedback: `residual_norms()`. A thread that exchanges has it to itself, and is
+        waited for."""
+        if self._thread is not None:
+            own_group.wait(self._thread.submit(lambda: None).result, self._own)
+        return self._state
 
     @_disable_dynamo  # a round exchanges values, also within a compiled step of the optimizer
     def step(self, weight: float | None = None) -> bool:
@@ -487,14 +494,11 @@ class LocalSGD:
             ValueError: the state is of another version, model, momentum, exchange, rank or number
                 of ranks.
         """
-        if state["version"] != STATE_VERSION:
+        if (version := state.get("version")) != STATE_VERSION:
             raise ValueError(
-                f"LocalSGD's state has version {state['version']}, not {STATE_VERSION}: load it "
-                "with the pycomm that has saved it"
+                f"LocalSGD's state has version {version}, not {STATE_VERSION}: load it with the "
+                "pycomm that has saved it"
             )
-        if self._in_flight is not None:
-            self._in_flight[1]()
-            self._in_flight = None
         saved = state["fragments"]
         if len(saved) != len(self._parts):
             raise ValueError(
@@ -502,15 +506,21 @@ class LocalSGD:
                 "same exchange="
             )
         for part, one in zip(self._parts, saved, strict=True):
+            part.check(one)
+        if self._in_flight is not None:
+            self._in_flight[1]()
+        self.state.load_state_dict(state["compression"])  # first: it may be refused
+        self._in_flight = None
+        for part, one in zip(self._parts, saved, strict=True):
             part.load_state_dict(one)
-        self.state.load_state_dict(state["compression"])
         self.rounds, self.skipped = state["rounds"], state["skipped"]
         for index, part in enumerate(self._parts):
             part.write(state["own"] and state["own"][index])
         if state["pending"] is not None:
             index, values, bad, self._countdown = state["pending"]
-            average = Average(values.clone(), bad)
-            self._in_flight = self._parts[index], lambda: average
+            part = self._parts[index]
+            average = Average(values.to(part.start.device, copy=True), bad)
+            self._in_flight = part, lambda: average
         self.local_steps, self._dirty = state["local_steps"], state["dirty"]
 
 
@@ -530,9 +540,9 @@ def _refuse_meetings(model: nn.Module, group: dist.ProcessGroup) -> None:
             raise Error(refused(LOCAL_SGD, option, what=what, ranks=sorted(apart & ranks)))
 
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
             ranks = dist.get_process_group_ranks(module.process_group)
-            refuse("the model is wrapped in DistributedDataParallel", set(ranks))
+            refuse(f"the model is wrapped in {type(module).__name__}", set(ranks))
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
