@@ -5,8 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,8 @@ from pycomm.reduction import own_group
 from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.refusals import LOCAL_SGD, refused
 from pycomm.reduction.state import CompressionState
+
+T = TypeVar("T")
 
 STATE_VERSION = 3
 _OPTIONS = ("every", "exchange", "lr", "momentum", "weighted", "average")
@@ -202,7 +205,8 @@ class LocalSGD:
             )
         device = next(iter(trained.values())).device
         self._own: dist.ProcessGroup | None = None
-        self._thread: ThreadPoolExecutor | None = None  # that runs exchanges in `_own`
+        self._thread: ThreadPoolExecutor | None = None  # that runs exchanges in `_own`,
+        self._stream: torch.Stream | None = None  # with those of a device on a stream of its own
         if group is not None:
             agree_on_options([f"LocalSGD: {n}={getattr(self, n)}" for n in _OPTIONS], group)
             _refuse_meetings(model, group)
@@ -213,6 +217,7 @@ class LocalSGD:
                 self._own = own_group.make(group)
                 self._thread = ThreadPoolExecutor(1, "pycomm-local-sgd")
                 weakref.finalize(self, _close, self._thread, self._own).atexit = False
+                self._stream = torch.Stream(device) if device.type != "cpu" else None
         self._state = CompressionState(
             codec,
             process_group=self._own or group,
@@ -264,7 +269,7 @@ class LocalSGD:
         """Codecs and feedback: `residual_norms()`. A thread that exchanges has it to itself, and is
         waited for."""
         if self._thread is not None:
-            own_group.wait(self._thread.submit(lambda: None).result, self._own)
+            _wait(self._thread.submit(lambda: None).result, self._own, self._stream)
         return self._state
 
     @_disable_dynamo  # a round exchanges values, also within a compiled step of the optimizer
@@ -350,7 +355,7 @@ class LocalSGD:
     def _exchange(self, part: Fragment) -> Callable[[], Average]:
         """Send a fragment's outer gradient; return a function that waits for the average."""
         # So that what is in flight does not hold this object.
-        state, weighted, own = self.state, self.weighted, self._own
+        state, weighted, own, stream = self.state, self.weighted, self._own, self._stream
         gradient, weight, changed = part.gradient(), part.weight, self._changed()
         names = list(part.parameters)
 
@@ -360,8 +365,15 @@ class LocalSGD:
 
         if self._thread is None:
             return exchange()
-        result = self._thread.submit(lambda: exchange()()).result
-        return lambda: own_group.wait(result, own)
+        if stream is not None:
+            stream.wait_stream(torch.accelerator.current_stream(stream.device))
+
+        def average() -> Average:
+            with stream or nullcontext():
+                return exchange()()
+
+        result = self._thread.submit(average).result
+        return lambda: _wait(result, own, stream)
 
     def _complete(self, part: Fragment, wait: Callable[[], Average]) -> None:
         """Wait for an average, and begin the fragment's next round from its start."""
@@ -522,6 +534,16 @@ class LocalSGD:
             average = Average(values.to(part.start.device, copy=True), bad)
             self._in_flight = part, lambda: average
         self.local_steps, self._dirty = state["local_steps"], state["dirty"]
+
+
+def _wait(
+    result: Callable[[], T], own: dist.ProcessGroup | None, stream: torch.Stream | None
+) -> T:
+    """Return what a thread that has a group, and a stream, to itself returns."""
+    found = own_group.wait(result, own)
+    if stream is not None:
+        torch.accelerator.current_stream(stream.device).wait_stream(stream)
+    return found
 
 
 def _close(thread: ThreadPoolExecutor, own: dist.ProcessGroup) -> None:
