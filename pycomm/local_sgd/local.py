@@ -536,9 +536,7 @@ class LocalSGD:
         self.local_steps, self._dirty = state["local_steps"], state["dirty"]
 
 
-def _wait(
-    result: Callable[[], T], own: dist.ProcessGroup | None, stream: torch.Stream | None
-) -> T:
+def _wait(result: Callable[[], T], own: dist.ProcessGroup | None, stream: torch.Stream | None) -> T:
     """Return what a thread that has a group, and a stream, to itself returns."""
     found = own_group.wait(result, own)
     if stream is not None:
