@@ -366,7 +366,7 @@ def test_findings_of_other_hosts_name_their_ranks():
         ("problem", "rank 1 (b)"),
         ("note", "rank 1 (b)"),
     ]
-    assert [f.where for f in job.merged([reports[1]] * 2)] == [""]
+    assert [f.where for f in job.merged([reports[1]] * 2)] == ["", "", ""]
 
 
 JOB = """if True:
