@@ -35,10 +35,15 @@ def has_mps() -> bool:
     return Path(folder, "control").exists()
 
 
-def run(device: str = "cuda") -> list[Finding]:
-    """Start ranks on this type of device; return what rank 0 has found, or why one has ended."""
+def run(device: str = "cuda", limit: float = LIMIT) -> list[Finding]:
+    """Start the ranks; return what rank 0 has found, or why a rank has ended.
+
+    Args:
+        device: type of the device.
+        limit: seconds of a rank.
+    """
     with tempfile.TemporaryDirectory(prefix="pycomm-doctor-") as folder:
-        found = outcomes_of_ranks(__name__, RANKS, [f"{folder}/store", device], LIMIT)
+        found = outcomes_of_ranks(__name__, RANKS, [f"{folder}/store", device], limit)
     for rank, (_, why) in enumerate(found):
         if why:
             text = f"rank {rank} of {RANKS} on the GPU: {why}"
