@@ -1,9 +1,9 @@
 """Entry points that make `init_process_group("pycomm")` work without an import of pycomm.
 
-torch loads this module through `torch.backends` (torch 2.13 and older), at the end of every `import
-torch`, which fails if this raises; or through `torch.distributed.backends` (newer), when the name
-is requested. So this file only registers a name with torch; everything else loads when a group is
-made, or when a variable of `env.AtImport` requests it.
+torch loads this module through `torch.backends`, at the end of every `import torch`, which fails if
+this raises; from 2.14 on also through `torch.distributed.backends`, when the name is requested and
+TORCH_DEVICE_BACKEND_AUTOLOAD=0 has kept it from the former. So this file only registers a name with
+torch; everything else loads when a group is made, or when a variable of `env.AtImport` requests it.
 """
 
 from __future__ import annotations

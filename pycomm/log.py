@@ -25,8 +25,9 @@ class _StandardError(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         if not _configured() and _can_write():
-            sys.stderr.write(f"pycomm: {self.format(record)}\n")
-            sys.stderr.flush()
+            with suppress(OSError):  # of a full disk, or of a pipe that nobody reads any more
+                sys.stderr.write(f"pycomm: {self.format(record)}\n")
+                sys.stderr.flush()
 
 
 def _can_write() -> bool:

@@ -436,7 +436,7 @@ class StragglerMonitor:
 
     def read(self, number: int) -> None:
         """Compare the published statistics of the groups whose first rank this is; report."""
-        self.found = {}
+        found: dict[GroupKey, Health] = {}
 
         def look(group: MonitoredGroup) -> None:
             if group.rank > 0:
@@ -444,10 +444,11 @@ class StragglerMonitor:
             told = [json.loads(group.look(group.key(r)) or "{}") for r in range(len(group.ranks))]
             known = [RankStats.from_json(one) for one in told if one.get("number") == number]
             if health := compare(known):
-                self.found[group.name, group.ranks] = health
+                found[group.name, group.ranks] = health
 
         self._for_each_group(look)
-        worst = sorted(self.found.values(), key=lambda health: -health.seconds)
+        self.found = found
+        worst = sorted(found.values(), key=lambda health: -health.seconds)
         for finding in [health.finding for health in worst if health.finding is not None][:1]:
             about = finding.rank, finding.cause
             if number >= self._said.get(about, number - _SELDOM) + _SELDOM:

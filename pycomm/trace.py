@@ -150,8 +150,7 @@ def _recording(traces: Iterable[Trace]) -> dict[str, Any]:
         streams: Counter[str] = Counter()
         for record in trace["records"]:
             entry = _entry(record, len(ranks))
-            entry["pg_id"] = number
-            entry["process_group"] = (name, description)
+            entry |= {"pg_id": number, "process_group": (name, description)}
             entry["collective_seq_id"] = record["seq"] or expected.get(record["id"], 0)
             if record["op"] in ("send", "recv") and record["root"] >= 0:
                 # Each direction of a stream gets its own group: the analyzer expects every rank
@@ -196,10 +195,6 @@ def _entry(record: dict[str, Any], size: int) -> dict[str, Any]:
     started, ended = record["started_ns"], record["ended_ns"]
     return {
         "frames": [],
-        "record_id": 0,
-        "pg_id": 0,
-        "process_group": ("", ""),
-        "collective_seq_id": 0,
         "p2p_seq_id": 0,
         "op_id": record["id"],
         # torch's analyzer accepts the names of a few backends only; "pycomm" is not one of them.

@@ -6,7 +6,11 @@ Its work is done by `_c10d`, which is compiled against torch (csrc/binding/torch
 from __future__ import annotations
 
 import copy
+import os
+import sys
 from datetime import timedelta
+from functools import cache
+from multiprocessing.util import Finalize
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +56,7 @@ def create(given: Any, options: Options | None) -> Backend:
     if getattr(given, "enable_reconfigure", False):  # torch 2.14 and later
         options.enable_reconfigure = True
     let_groups_allocate_buckets()
+    _note_error_at_exit(os.getpid())
     made: Backend = c10d.Backend(
         given.store,
         given.group_rank,
@@ -63,6 +68,22 @@ def create(given: Any, options: Options | None) -> Backend:
     if not options.enable_reconfigure:  # else it has no members yet
         begin(made)
     return made
+
+
+@cache
+def _note_error_at_exit(_process: int) -> None:
+    """Leave an error that multiprocessing has caught where Python leaves uncaught ones: groups look
+    for it at the end of the interpreter. torch's `spawn` has made it a SystemExit.
+    """
+
+    def note() -> None:
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit):
+            error = (error.__context__ or error) if error.code else None
+        if error is not None:
+            sys.last_value = error
+
+    Finalize(None, note, exitpriority=0)
 
 
 def begin(group: Backend) -> None:

@@ -137,7 +137,7 @@ def merged(reports: Sequence[RankReport]) -> list[Finding]:
     tellers = sum(bool(report.findings) for report in reports)
     found = []
     for finding, ranks in having.items():
-        if STATUS[finding.level]:
+        if finding.level != "ok":
             where = "" if len(ranks) == tellers else _places(ranks, reports)
             found.append(replace(finding, where=where))
         elif finding in reports[0].findings:

@@ -144,19 +144,16 @@ class ProbeOutcome:
 
 
 def look() -> dict[str, ProbeOutcome]:
-    """Run all probes side by side, each in a process of its own."""
-    started = {name: start(name) for name in PROBES}
+    """Run all probes side by side, each in a process of its own.
+
+    Of pycomm's variables they see those that the import of torch reads; each is checked by itself.
+    """
+    started = {}
+    for name in PROBES:
+        env = with_only(*ASKED) if name in ("torch", "c10d", "triton") else with_only()
+        started[name] = children.start("-m", __name__, name, env=env)
     begin = time.monotonic()
     return {name: outcome(process, SECONDS, begin) for name, process in started.items()}
-
-
-def start(name: str) -> subprocess.Popen[str]:
-    """Start a probe without pycomm's variables, except for those that torch's import reads.
-
-    The variables are checked one by one.
-    """
-    env = with_only(*ASKED) if name in ("torch", "c10d", "triton") else with_only()
-    return children.start("-m", __name__, name, env=env)
 
 
 def outcome(process: subprocess.Popen[str], seconds: float, begin: float) -> ProbeOutcome:

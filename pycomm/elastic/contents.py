@@ -56,7 +56,8 @@ class Contents:
             self._check(f"{role} {name}", tensor)
             self.tensors.append(tensor)
             shape = "not known yet" if is_lazy(tensor) else list(tensor.shape)
-            self.lines.append(f"{role} {name}, {_dtype(tensor)} {shape}")
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            self.lines.append(f"{role} {name}, {dtype} {shape}")
         self.lines += [f"extra state of module {name!r}" for name in self._extra]
         self._describe_optimizer(names)
 
@@ -262,7 +263,3 @@ def keep_dtypes(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None
                 continue
             if loaded.dtype != value.dtype and loaded.shape == value.shape:
                 mine[key] = value.to(loaded.device)
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")

@@ -40,7 +40,8 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
 
     Args:
         comm: None; the ranks are those that the launcher has started.
-        process_sets: sets of ranks whose groups are made; the same on all ranks.
+        process_sets: sets of ranks whose groups are made; the same on all ranks. Others can always
+            be added later, for which Horovod wants "dynamic" here.
 
     Raises:
         Error: a comm is given, or the launcher has not told enough (`pycomm.launch_env`).
@@ -64,7 +65,7 @@ def init(comm: Any = None, process_sets: Any = None) -> None:
         _made_here = True
     group = dist.group.WORLD
     assert group is not None
-    process_sets_.begin(list(process_sets or ()))
+    process_sets_.begin([] if process_sets == "dynamic" else list(process_sets or ()))
     _places = (weakref.ref(group), _compare())
 
 

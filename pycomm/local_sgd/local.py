@@ -5,14 +5,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -37,6 +38,8 @@ from pycomm.reduction import own_group
 from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.refusals import LOCAL_SGD, refused
 from pycomm.reduction.state import CompressionState
+
+T = TypeVar("T")
 
 STATE_VERSION = 3
 _OPTIONS = ("every", "exchange", "lr", "momentum", "weighted", "average")
@@ -178,6 +181,7 @@ class LocalSGD:
         typed("model", model, nn.Module)
         typed("exchange", exchange, Blocking, Streamed)
         typed("weighted", weighted, bool)
+        typed("process_group", process_group, dist.ProcessGroup, None)
         self.every = whole("every", every, 1)
         self.exchange = exchange
         self.lr, self.momentum = number("lr", lr), number("momentum", momentum)
@@ -200,8 +204,9 @@ class LocalSGD:
                 "float32, or freeze them"
             )
         device = next(iter(trained.values())).device
-        own = None
-        self._thread: ThreadPoolExecutor | None = None  # that runs exchanges in `own`
+        self._own: dist.ProcessGroup | None = None
+        self._thread: ThreadPoolExecutor | None = None  # that runs exchanges in `_own`,
+        self._stream: torch.Stream | None = None  # with those of a device on a stream of its own
         if group is not None:
             agree_on_options([f"LocalSGD: {n}={getattr(self, n)}" for n in _OPTIONS], group)
             _refuse_meetings(model, group)
@@ -209,17 +214,17 @@ class LocalSGD:
             # exchanged in several steps that wait for each other.
             is_async = not weighted and average == "ranks" and device.type == "cpu"
             if exchange.overlap and not (is_async and backend.find(group)):
-                own = own_group.make(group)
+                self._own = own_group.make(group)
                 self._thread = ThreadPoolExecutor(1, "pycomm-local-sgd")
-                weakref.finalize(self, _close, self._thread, own).atexit = False
-        self.state = CompressionState(
+                weakref.finalize(self, _close, self._thread, self._own).atexit = False
+                self._stream = torch.Stream(device) if device.type != "cpu" else None
+        self._state = CompressionState(
             codec,
-            process_group=own or group,
+            process_group=self._own or group,
             feedback=feedback,
             seed=seed,
             adapter=Adapter(LOCAL_SGD),
         )
-        """Codecs and feedback: `residual_norms()`."""
         self.state.reducer.average = average
         self.rounds = 0
         """Outer gradients that were applied, or skipped because they were not finite; those of each
@@ -227,20 +232,19 @@ class LocalSGD:
         self.skipped = 0
         """Outer gradients that were skipped."""
         self._inner = InnerOptimizers(lambda: named(model))
+        for name, parameter in trained.items():
+            own_part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            self.state.add(name, own_part.detach())
+        self.state.agree()  # first: Gloo would not tell that tensors differ
         broadcast(model, self.state.process_group)
         self._parts = [
             Fragment(part, momentum=self.momentum, end=end)
             for part, end in split(trained, exchange.fragments, self.every)
         ]
-        for name, parameter in trained.items():
-            own_part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            self.state.add(name, own_part.detach())
-        self.state.agree()
         if average == "ranks" and group is not None:
             self.state.reducer.find_nodes(device)
         self.local_steps = 0
         """Optimizer steps in this round."""
-        self._own = own
         self._in_flight: tuple[Fragment, Callable[[], Average]] | None = None
         self._countdown = 0  # steps until what is in flight is applied
         self._dirty = False  # the model differs from the common start
@@ -259,6 +263,14 @@ class LocalSGD:
         super().__setattr__(name, value)
 
     # ------------------------------------------------------------------ for users
+
+    @property
+    def state(self) -> CompressionState:
+        """Codecs and feedback: `residual_norms()`. A thread that exchanges has it to itself, and is
+        waited for."""
+        if self._thread is not None:
+            _wait(self._thread.submit(lambda: None).result, self._own, self._stream)
+        return self._state
 
     @_disable_dynamo  # a round exchanges values, also within a compiled step of the optimizer
     def step(self, weight: float | None = None) -> bool:
@@ -343,7 +355,7 @@ class LocalSGD:
     def _exchange(self, part: Fragment) -> Callable[[], Average]:
         """Send a fragment's outer gradient; return a function that waits for the average."""
         # So that what is in flight does not hold this object.
-        state, weighted, own = self.state, self.weighted, self._own
+        state, weighted, own, stream = self.state, self.weighted, self._own, self._stream
         gradient, weight, changed = part.gradient(), part.weight, self._changed()
         names = list(part.parameters)
 
@@ -353,8 +365,15 @@ class LocalSGD:
 
         if self._thread is None:
             return exchange()
-        result = self._thread.submit(lambda: exchange()()).result
-        return lambda: own_group.wait(result, own)
+        if stream is not None:
+            stream.wait_stream(torch.accelerator.current_stream(stream.device))
+
+        def average() -> Average:
+            with stream or nullcontext():
+                return exchange()()
+
+        result = self._thread.submit(average).result
+        return lambda: _wait(result, own, stream)
 
     def _complete(self, part: Fragment, wait: Callable[[], Average]) -> None:
         """Wait for an average, and begin the fragment's next round from its start."""
@@ -487,14 +506,11 @@ class LocalSGD:
             ValueError: the state is of another version, model, momentum, exchange, rank or number
                 of ranks.
         """
-        if state["version"] != STATE_VERSION:
+        if (version := state.get("version")) != STATE_VERSION:
             raise ValueError(
-                f"LocalSGD's state has version {state['version']}, not {STATE_VERSION}: load it "
-                "with the pycomm that has saved it"
+                f"LocalSGD's state has version {version}, not {STATE_VERSION}: load it with the "
+                "pycomm that has saved it"
             )
-        if self._in_flight is not None:
-            self._in_flight[1]()
-            self._in_flight = None
         saved = state["fragments"]
         if len(saved) != len(self._parts):
             raise ValueError(
@@ -502,16 +518,30 @@ class LocalSGD:
                 "same exchange="
             )
         for part, one in zip(self._parts, saved, strict=True):
+            part.check(one)
+        if self._in_flight is not None:
+            self._in_flight[1]()
+        self.state.load_state_dict(state["compression"])  # first: it may be refused
+        self._in_flight = None
+        for part, one in zip(self._parts, saved, strict=True):
             part.load_state_dict(one)
-        self.state.load_state_dict(state["compression"])
         self.rounds, self.skipped = state["rounds"], state["skipped"]
         for index, part in enumerate(self._parts):
             part.write(state["own"] and state["own"][index])
         if state["pending"] is not None:
             index, values, bad, self._countdown = state["pending"]
-            average = Average(values.clone(), bad)
-            self._in_flight = self._parts[index], lambda: average
+            part = self._parts[index]
+            average = Average(values.to(part.start.device, copy=True), bad)
+            self._in_flight = part, lambda: average
         self.local_steps, self._dirty = state["local_steps"], state["dirty"]
+
+
+def _wait(result: Callable[[], T], own: dist.ProcessGroup | None, stream: torch.Stream | None) -> T:
+    """Return what a thread that has a group, and a stream, to itself returns."""
+    found = own_group.wait(result, own)
+    if stream is not None:
+        torch.accelerator.current_stream(stream.device).wait_stream(stream)
+    return found
 
 
 def _close(thread: ThreadPoolExecutor, own: dist.ProcessGroup) -> None:
@@ -530,9 +560,9 @@ def _refuse_meetings(model: nn.Module, group: dist.ProcessGroup) -> None:
             raise Error(refused(LOCAL_SGD, option, what=what, ranks=sorted(apart & ranks)))
 
     for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
             ranks = dist.get_process_group_ranks(module.process_group)
-            refuse("the model is wrapped in DistributedDataParallel", set(ranks))
+            refuse(f"the model is wrapped in {type(module).__name__}", set(ranks))
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh

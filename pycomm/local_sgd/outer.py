@@ -96,8 +96,8 @@ class Fragment:
             "weight": self.weight,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state from `state_dict`.
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Check that `load_state_dict` can restore a state.
 
         Raises:
             ValueError: the state belongs to another model, or another momentum.
@@ -112,14 +112,17 @@ class Fragment:
                 "LocalSGD's state was saved with momentum or without, unlike this one: give the "
                 "same momentum="
             )
-        saved, here = state["start"], self.start
-        if saved.numel() != here.numel():
+        saved, here = state["start"].numel(), self.start.numel()
+        if saved != here:
             raise ValueError(
-                f"LocalSGD's state has {saved.numel()} values, the model {here.numel()}: it "
-                "belongs to another model"
+                f"LocalSGD's state has {saved} values, the model {here}: it belongs to another "
+                "model"
             )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state from `state_dict`, after a `check`."""
         self.parameters = {name: self.parameters[name] for name in state["names"]}
-        self.start.copy_(saved)
+        self.start.copy_(state["start"])
         if self.velocity is not None:
             self.velocity.copy_(state["velocity"])
         self.weight = state["weight"]

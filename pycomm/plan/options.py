@@ -79,8 +79,9 @@ def _codings(text: str) -> list[codecs.Coding]:
     return found if codecs.NONE in found else [codecs.NONE, *found]
 
 
-count, positive, file = shown(_count), shown(_positive), shown(_output)
-"""Types for argparse: a whole number above 0, a number above 0, a writable file."""
+count, positive, share = shown(_count), shown(_positive), shown(units.parse_share)
+file = shown(_output)
+"""Types for argparse: a whole number above 0, a number above 0, one up to 1, a writable file."""
 
 
 def add_what(parser: argparse.ArgumentParser) -> None:

@@ -358,10 +358,15 @@ def test_ranks_that_differ_are_told_apart():
 def test_findings_of_other_hosts_name_their_ranks():
     bad = Finding("problem", "installed", "torch", "is not installed", "install it")
     good = Finding("ok", "installed", "torch", "2.13.0")
-    reports = [job.RankReport("a", {}, [good]), job.RankReport("b", {}, [bad])]
-    one, other = job.merged(reports)
-    assert (one, other.where) == (good, "rank 1 (b)")
-    assert [f.where for f in job.merged([reports[1]] * 2)] == [""]
+    left = Finding("note", "environment", "PYCOMM_LINK", "100mbit", "unset it")
+    reports = [job.RankReport("a", {}, [good]), job.RankReport("b", {}, [bad, left, good])]
+    found = job.merged(reports)
+    assert [(f.level, f.where) for f in found] == [
+        ("ok", ""),
+        ("problem", "rank 1 (b)"),
+        ("note", "rank 1 (b)"),
+    ]
+    assert [f.where for f in job.merged([reports[1]] * 2)] == ["", "", ""]
 
 
 JOB = """if True:

@@ -207,6 +207,7 @@ def test_who_is_held_back_by_tcp_is_told_so(capsys):
         (["25M", "--compute", "0s"], "--compute"),
         (["probe", "--out", "/"], "directory"),
         (["probe", "--effort", "-1"], "--effort"),
+        (["probe", "--effort", "1.5"], "--effort"),
         (["probe", "--out", "/proc/nothing/x.json"], "No such file"),
         (["probe", "--ranks", "1"], "one rank"),
     ],

@@ -28,19 +28,20 @@ def main(argv: Sequence[str]) -> int:
     path = "file that is written (probe.json)"
     add("--out", type=options.file, default=Path("probe.json"), help=path)
     add("--ranks", "-n", type=options.count, default=2, help="to start, without torchrun (2)")
-    add("--effort", type=options.positive, default=1.0, help="share of the usual time to take (1)")
+    add("--effort", type=options.share, default=1.0, help="share of the usual time to take (1)")
     given = parser.parse_args(argv)
-    rank, size = env().rank, env().world_size
-    if rank is not None and size is not None:
-        found = run(rank, size, given.effort)
-        if found is not None:
-            found.write(given.out)
-            report(found)
-            print(f"written to {given.out}")
-        return 0
-    if given.ranks < 2:
-        parser.error("one rank has no links to probe: --ranks 2 or more")
-    return _start(given.ranks, ["--out", str(given.out), "--effort", str(given.effort)])
+    rank = env().rank
+    size = None if rank is None else env().world_size
+    if (given.ranks if size is None else size) < 2:
+        parser.error("one rank has no links to probe: start two or more")
+    if rank is None or size is None:
+        return _start(given.ranks, ["--out", str(given.out), "--effort", str(given.effort)])
+    found = run(rank, size, given.effort)
+    if found is not None:
+        found.write(given.out)
+        report(found)
+        print(f"written to {given.out}")
+    return 0
 
 
 def _start(ranks: int, words: Sequence[str]) -> int:

@@ -34,14 +34,9 @@ def run(rank: int, size: int, effort: float = 1.0) -> ClusterProbe | None:
 
     Args:
         rank: this rank.
-        size: number of ranks.
-        effort: share of the usual time and memory: less is quicker and less accurate.
-
-    Raises:
-        ValueError: there is only one rank.
+        size: number of ranks, two or more.
+        effort: share of the usual time and memory, at most 1: less is quicker and less accurate.
     """
-    if size < 2:
-        raise ValueError("one rank has no links to probe: start two or more")
     ranks = Ranks(rank, size)
     sizes = [max(1 << 16, int(numel * effort) >> 16 << 16) for numel in NUMELS]
     buffers = [codecs.Buffers(numel, rank) for numel in sizes]

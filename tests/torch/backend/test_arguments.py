@@ -6,6 +6,7 @@ then a valid one, which only succeeds if no rank has sent anything or waited for
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -406,6 +407,7 @@ REFUSED: list[Callable[[], Any]] = [
     *options_of(local, "feedback", 0.5),
     *options_of(local, "optimizer", 3),
     *options_of(local, "exchange", None, "blocking", Streamed, 3),
+    *options_of(local, "process_group", dist.GroupMember.NON_GROUP_MEMBER),
     *options_of(Streamed, "fragments", *NUMBERS, 0),
     *options_of(Streamed, "overlap", *NUMBERS, -1),
     *options_of(Streamed, "mixing", "x", None, 1.0),
@@ -482,6 +484,11 @@ def test_numbers_of_numpy_are_numbers(rank, size):
             ["pycomm.doctor"],
             {"RANK": "0", "WORLD_SIZE": "2", "PYCOMM_HEALTH": "xx"},
             "PYCOMM_HEALTH='xx' is invalid",
+        ),
+        (
+            ["pycomm.plan", "probe", "--out", os.devnull],
+            {"RANK": "0", "WORLD_SIZE": "1"},
+            "one rank has no links",
         ),
         (["pycomm.bench", "step", "--turn-seconds", "-3"], {}, "want a number above 0"),
         (["pycomm.bench", "step", "--turn-seconds", "nan"], {}, "want a number above 0"),

@@ -237,23 +237,41 @@ def test_an_interpreter_that_is_left_in_the_middle(tmp_path):
 
 
 UNCAUGHT = """
-import sys, torch, torch.distributed as dist
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("pycomm", init_method="file://" + store, rank=rank, world_size=2)
-dist.barrier()
-if rank == 1:
-    work = dist.all_reduce(torch.ones(5), async_op=True)
-    raise ValueError("boom")
-dist.recv(torch.ones(5), 1)
+import multiprocessing, sys, torch, torch.distributed as dist
+import pycomm.backend
+from torch.multiprocessing.spawn import _wrap
+def run(rank, store):
+    dist.init_process_group("pycomm", init_method="file://" + store, rank=rank, world_size=2)
+    dist.barrier()
+    if rank == 1:
+        work = dist.all_reduce(torch.ones(5), async_op=True)
+        raise ValueError("boom")
+    dist.recv(torch.ones(5), 1)
+if __name__ == "__main__":
+    rank, store, way = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    if way == "plain":
+        run(rank, store)
+    by_torch = _wrap, (run, rank, (store,), store + " error")
+    target, args = by_torch if rank == 1 else (run, (rank, store))
+    child = multiprocessing.get_context("spawn").Process(target=target, args=args)
+    child.start()
+    child.join()
+    sys.exit(child.exitcode)
 """
 
 
-def test_a_rank_that_an_error_ends_waits_for_nobody(tmp_path):
-    """Rank 0 never comes to the all_reduce, and both would wait until the timeout."""
-    words = [str(tmp_path / "store")]
-    ranks = run_ranks("-c", UNCAUGHT, words=words, autoload=True, finalized=True)
+@pytest.mark.parametrize("way", ["plain", "spawned"])
+def test_a_rank_that_an_error_ends_waits_for_nobody(tmp_path, way):
+    """Rank 0 never comes to the all_reduce, and both would wait until the timeout.
+
+    multiprocessing catches the error, and torch's `spawn` makes it an exit status.
+    """
+    script = tmp_path / "script.py"
+    script.write_text(UNCAUGHT)
+    words = [str(tmp_path / "store"), way]
+    ranks = run_ranks(str(script), words=words, autoload=True, finalized=True)
     assert all(rank.returncode == 1 for rank in ranks)
-    assert "ValueError: boom" in ranks[1].stderr
+    assert way == "spawned" or "ValueError: boom" in ranks[1].stderr
     assert "rank 1 ended by an uncaught ValueError" in ranks[0].stderr
 
 

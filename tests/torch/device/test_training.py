@@ -20,8 +20,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map_only
 
 import pycomm
+from pycomm.local_sgd import Streamed
 from pycomm.policy import Rule
 from tests.extent import pairs
 from tests.torch.device.fake_device import NAME as FAKE
@@ -430,6 +432,29 @@ def check_sharded(
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 1), (4, 2)])
 def test_sharded_training_has_the_bits_of_the_host(fakes, dtype, ranks, replicas):
     same_as_cpu(fakes, "kernels", check_sharded, dtype, replicas, ranks=ranks)
+
+
+def check_streams(rank: int, ranks: int, device: str) -> list[torch.Tensor]:
+    """Train by LocalSGD on a stream of one's own, and load a state that was moved to the CPU."""
+    model = Chosen(SHAPES).to(device)
+    options = {"every": 2, "codec": "int4", "exchange": Streamed(overlap=2), "weighted": True}
+    with nullcontext() if device == "cpu" else torch.Stream(device):
+        local = pycomm.LocalSGD(model, **options)
+        for step in range(6):
+            with torch.no_grad():
+                torch._foreach_sub_([*model.parameters()], [*given(rank, step, device).values()])
+            local.step(1.0)
+            if step == 3:
+                saved = tree_map_only(torch.Tensor, torch.Tensor.cpu, local.state_dict())
+                local = pycomm.LocalSGD(model, **options)
+                local.load_state_dict(saved)
+        local.finish()
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("way", ["kernels", "held"])
+def test_local_sgd_on_a_thread_has_the_bits_of_the_host(fakes, way):
+    same_as_cpu(fakes, way, check_streams)
 
 
 class Operations(TorchDispatchMode):

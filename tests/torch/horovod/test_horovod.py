@@ -588,7 +588,7 @@ def test_averages_of_integers_are_exact(rank, size, way):
 
 @on_ranks(3)
 def test_other_collectives_and_process_sets(rank, size):
-    hvd.init()
+    hvd.init(process_sets="dynamic")
     odd, even = (hvd.add_process_set(range(first, size, 2)) for first in (1, 0))
     own, other = (odd, even) if rank % 2 else (even, odd)
     rows = torch.arange(float(2 * size)).view(size, 2) + 10 * rank

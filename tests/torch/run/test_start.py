@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
+import sys
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,6 +84,13 @@ def test_a_program_with_handlers_gets_all_messages(caplog, capsys):
         tell("int8 for 100 % of all")
     assert caplog.record_tuples == [("pycomm", logging.INFO, "int8 for 100 % of all")]
     assert capsys.readouterr().err == ""
+
+
+def test_a_message_that_cannot_be_written_raises_nothing(monkeypatch):
+    leave_alone(monkeypatch)
+    with io.TextIOWrapper(open("/dev/full", "wb", 0), write_through=True) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        logger.warning("no space left")
 
 
 @pytest.mark.parametrize("way", ["level", "disable", "filter", "variable"])
