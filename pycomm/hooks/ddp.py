@@ -295,10 +295,13 @@ class DDPHooks:
         if model is None:
             return
         used = model.reducer._get_local_used_map()  # summed over all ranks
-        if used.numel() == len(self._reduced):  # else some were frozen after the model was wrapped
-            self.reducer.step.unused = {
-                name for name, n in zip(self._reduced, used.tolist(), strict=True) if not n
-            }
+        if used.numel() != len(self._reduced):  # some were frozen after the model was wrapped
+            return
+        unused = {name for name, n in zip(self._reduced, used.tolist(), strict=True) if not n}
+        if model.gradient_as_bucket_view:  # a gradient is its part of the bucket, unless it is None
+            by_name = self.reducer.by_name
+            unused = {name for name in unused if by_name[name].grad is None}
+        self.reducer.step.unused = unused
 
     def rebuilds(self) -> bool:
         """See `Adapter`."""

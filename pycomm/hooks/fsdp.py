@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 
 from pycomm.codecs import Codec
 from pycomm.errors import Error
-from pycomm.hooks.fsdp_seams import Unit, leave_replicas_to_the_hook, units
+from pycomm.hooks.fsdp_seams import Unit, after_finalizing, leave_replicas_to_the_hook, units
 from pycomm.log import warn_once
 from pycomm.policy import CODED, Policy
 from pycomm.reduction.adapter import Adapter, Layout
@@ -37,6 +37,9 @@ from pycomm.reduction.taken import DiscardedGradients
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _KNOWN = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
+
+OUTSIDE = -1
+"""In place of the number of a backward: pipelines reduce the gradients of all of theirs at once."""
 
 
 def compress_shards(
@@ -76,6 +79,7 @@ def compress_shards(
         reducer = state.reducer
         state.discarded = DiscardedGradients(reducer.names, reducer.by_name, early=True)
     for unit in found:
+        after_finalizing(unit.group, hooks.finalized)
         if scatters:
             unit.module.set_custom_reduce_scatter(CompressedReduceScatter(hooks, unit))
         else:
@@ -124,16 +128,22 @@ class FSDPHooks:
         self._enter(names)
         backward, step = torch._C._current_graph_task_id(), self._reducer.step
         if backward != step.backward or not self.state.is_open:
-            # Runs at the end of this backward, queued behind torch's own callbacks: those of units
-            # whose inputs need no gradient reduce them.
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self.state.end_step))
+            if backward != OUTSIDE:
+                # Runs at the end of this backward, queued behind torch's own callbacks: those of
+                # units whose inputs need no gradient reduce them.
+                queue = torch.autograd.Variable._execution_engine.queue_callback
+                queue(lambda: queue(self.state.end_step))
             self._begin_step()
         elif not step.entered.isdisjoint(names):
             self.state.end_step()
             self._begin_step()
         self._reducer.step.backward = backward
         self._reducer.step.entered.update(names)
+
+    def finalized(self) -> None:
+        """End a step in which torch has reduced gradients after all of its backwards."""
+        if self.state.is_open and self._reducer.step.backward == OUTSIDE:
+            self.state.end_step()
 
 
 class Comm:

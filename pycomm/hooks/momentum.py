@@ -16,7 +16,7 @@ reduce-scatter each rank gets its own shard of the momentum, and knows that of n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -35,7 +35,6 @@ from pycomm.policy import AUTO, CODED, Policy
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.refusals import MOMENTA, UNBIASED, refused, stays_because
-from pycomm.reduction.saved import known, residuals_of
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import GradientHook
 
@@ -269,7 +268,7 @@ class Momenta:
             torch.accelerator.current_stream().wait_stream(self.reducer.side.stream)
         if self.moments:
             sums = None if self._sums is None else self._total(self._sums)
-            self._passes.commit(sums, self.state.process_group.size())
+            self._passes.commit(sums, self.state.process_group.size(), self.reducer.step.unused)
         self._sums, self._pending = None, False
         self.steps += 1
 
@@ -291,7 +290,8 @@ class Momenta:
     @property
     def _touched_moments(self) -> set[str]:
         """The coded parameters that have a momentum to use."""
-        return {n for n, moment in self.moments.items() if moment.parameter.grad is not None}
+        there = {n for n, moment in self.moments.items() if moment.parameter.grad is not None}
+        return there - self.reducer.step.unused
 
     # ------------------------------------------------------------------ steps
 
@@ -548,19 +548,6 @@ class Momenta:
     def state_dict(self) -> dict[str, Any]:
         """Return entries of the state's `state_dict`: what this rank has sent of the momentum."""
         return {f"own{dist.get_rank()}": (self.state.step, self.own.state_dict())}
-
-    def keys(self, before: int) -> list[str]:
-        """Return the keys of the entries of `before` ranks that this rank needs."""
-        return [key.replace("rank", "own") for key in self.state.needed(before)]
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the entries, after the state itself."""
-        self.own.clear()
-        (about,) = saved["about"]
-        before = about["world_size"]
-        own = [residuals_of(saved, key, about["step"]) for key in self.keys(before)]
-        own = known(own, self.reducer.numbers, tell=False)
-        self.own.load_state_dict(self.state.resharded(own, before), self.state.codecs)
 
 
 def _is_filled(moment: CodedMoment) -> bool:

@@ -322,9 +322,6 @@ class BucketReducer:
         decides = not tensor.is_cpu and choice.path.decides
         if not tensor.is_cpu:
             side = self.side = self.side or SideStream(tensor.device)
-            stream = side.stream
-            stream.wait_stream(torch._C._accelerator_getStream(tensor.device.index))
-            stream.__enter__()
             if decides:
                 if side.ahead is not None and not bucket.with_residual.keys() <= side.ahead:
                     self.settle_deferred()  # the flag is not about the sides of the others
@@ -332,6 +329,9 @@ class BucketReducer:
                 options |= side.flags
             else:
                 self.settle_deferred()
+            stream = side.stream
+            stream.wait_stream(torch._C._accelerator_getStream(tensor.device.index))
+            stream.__enter__()  # last: an error must not leave it the current one
         try:
             if not decides:
                 options["found_inf"] = step.found_inf[tensor.device]

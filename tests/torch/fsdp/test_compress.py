@@ -34,6 +34,7 @@ from tests.torch.harness import (
     Chosen,
     Turn,
     all_equal,
+    batch,
     equal,
     heard,
     inputs,
@@ -431,6 +432,17 @@ def test_the_one_group_of_torch_2_11_is_found(wrapped):
     assert list(fsdp_seams.units(wrapped)) == []
 
 
+def test_the_order_of_torch_2_15_is_that_of_the_message(wrapped):
+    """There a unit may have several dtypes, by which its gradients are sorted."""
+    other = SimpleNamespace(module=wrapped, param_name="norm")
+    norm = SimpleNamespace(_module_info=other, sharded_param=wrapped.weight)
+    wrapped.group.fsdp_params.append(norm)
+    (unit,) = fsdp_seams.units(wrapped)
+    assert unit.trained() == ("weight", "norm")
+    wrapped.group._reduce_scatter_param_indices = [1, 0]
+    assert unit.trained() == ("norm", "weight")
+
+
 @pytest.mark.parametrize(
     ("part", "name"),
     [
@@ -490,6 +502,31 @@ def test_pipelines(pool):
     # This is another schedule of the same micro-batches, with the same sums in the same order.
     assert equal(gpipe, one_forward_one_backward)
     assert gpipe[0][1].shape == (2 * WIDTH, WIDTH)
+
+
+@on_ranks(2)
+def test_gradients_of_a_pipeline_are_reduced_in_one_step(rank, size):
+    """Behind all of its backwards, with the bits of one that reduces those of all."""
+    group, found = dist.new_group([rank], use_local_synchronization=True), []
+    for piped in (True, False):
+        model = sharded(size)
+        state = pycomm.compress(model, "int4")
+        stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=group) if piped else None
+        how: dict[str, Any] = {"loss_fn": nn.functional.cross_entropy, "scale_grads": False}
+        schedule = ScheduleGPipe(stage, 2, **how) if stage else None
+        for step in range(3):
+            x, y = batch(rank, step)
+            model.zero_grad()
+            if schedule:
+                schedule.step(x, target=y)
+            for part in (0, 1) if not schedule else ():
+                model.set_requires_gradient_sync(part == 1)
+                loss = nn.functional.cross_entropy(model(x.chunk(2)[part]), y.chunk(2)[part])
+                loss.backward()
+            found.append([whole(p.grad).clone() for p in model.parameters()])
+            assert state.step == step + 1
+        assert state.residual_norms()["0.weight"][0] > 0
+    assert equal(found[:3], found[3:])
 
 
 # -------------------------------------------------------------------------------------- checkpoints

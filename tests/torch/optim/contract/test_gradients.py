@@ -199,6 +199,22 @@ def test_parameters_that_get_no_gradient(rank, size, which):
     return values(model)
 
 
+@on_ranks(2)
+@in_ddp
+def test_a_parameter_that_is_unused_for_a_while_waits(rank, size, which):
+    """Whether its gradient is None or zeros, which are no momentum to step by."""
+    found = []
+    for to_none in (True, False):
+        model, optimizer = make(which)
+        for number in range(9):
+            names = ("big", "bias") if 3 <= number < 6 else ()
+            optimizer.zero_grad(set_to_none=to_none)
+            model(gradients(rank, number, *names)).backward()
+            optimizer.step()
+        found.append((values(model), list(optimizer.state_dict()["state"].values())))
+    assert equal(*found)
+
+
 @on_ranks(2, timeout=60)
 @in_ddp
 def test_join_is_refused(rank, size, which):
