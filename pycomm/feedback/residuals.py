@@ -142,10 +142,6 @@ class Residuals:
         """
         return self.inherited or not self._known.isdisjoint(names)
 
-    def clear(self) -> None:
-        """Remove all residuals."""
-        self._residuals.clear()
-
     def drop(self, name: str) -> None:
         """Remove a residual that a payload without error has sent; momentum stays."""
         found = self._residuals[name]
@@ -248,7 +244,7 @@ class Residuals:
             ValueError: a parameter was saved with another kind of feedback.
         """
         self.check_kind(state)
-        self.clear()
+        self._residuals.clear()
         self.inherited = True
         for name, saved in state.items():
             worker, codec = saved.get("worker"), codecs.get(name)
@@ -285,8 +281,7 @@ def _saved(residual: Residual) -> dict[str, Any]:
 def _load(mine: Residual, saved: Mapping[str, Any]) -> None:
     """Let a new residual of the same size be what `_saved` returned, maybe in another storage."""
     *_, mine.layouts[mine.side], mine.last_step = saved["about"]
-    mine.layouts[1 - mine.side] = ""  # so that `use` gives both sides their spans
-    for role in [role for role, _ in mine.pairs()]:
+    for role, _ in mine.pairs():
         begin, end = saved["spans"][role]
         for row in range(mine.rows if role in ("worker", "momentum") else 1):
             there = storage.part(saved[role], end - begin, row, 0, end - begin)

@@ -80,10 +80,11 @@ def compress_shards(
         state.discarded = DiscardedGradients(reducer.names, reducer.by_name, early=True)
     for unit in found:
         after_finalizing(unit.group, hooks.finalized)
-        if scatters:
+        if scatters and group.size() > 1:
             unit.module.set_custom_reduce_scatter(CompressedReduceScatter(hooks, unit))
-        else:
-            leave_replicas_to_the_hook(unit.group)
+        else:  # of one rank torch scatters nothing, and feedback and coded momenta work all the same
+            if not scatters:
+                leave_replicas_to_the_hook(unit.group)
             unit.module.set_all_reduce_hook(ReplicaHook(hooks, unit))
     return state
 
@@ -200,7 +201,7 @@ class CompressedReduceScatter(Comm, DefaultAllocMixin, ReduceScatter):
         names, average = self._unit.trained(), op == dist.ReduceOp.AVG
         self.hooks.enter(names)
         reducer = self.reducer.transform or self.reducer
-        reducer.scatter(output_tensor, input_tensor, names, group, average=average)()
+        reducer.scatter(output_tensor, input_tensor, names, group, average=average)
         return None
 
 

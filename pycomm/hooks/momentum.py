@@ -433,14 +433,15 @@ class Momenta:
         group: dist.ProcessGroup,
         *,
         average: bool,
-    ) -> Callable[[], None]:
+    ) -> None:
         """See `BucketReducer.scatter`; this rank gets its shards of the momentum."""
         bucket = self.reducer.bucket_of(tuple(names), input.device)
         table = bucket.moments
         if table is None or not table.is_current:
             table = bucket.moments = self._table_of(bucket)
         if not table.parts:
-            return self.reducer.scatter(output, input, names, group, average=average)
+            self.reducer.scatter(output, input, names, group, average=average)
+            return
         if not average:
             why = refused(MOMENTA, "sums of torch")
             raise Error(f"rank {self.state.process_group.rank()}: {why}")
@@ -452,14 +453,9 @@ class Momenta:
             divides=self._kind.divides,
         )
         job.encode(scale=self._scale_on)
-        wait = self.reducer.scatter(output, input, names, group, average=average)
-
-        def finish() -> None:
-            wait()
-            job.sent()
-            job.land(output)
-
-        return finish
+        self.reducer.scatter(output, input, names, group, average=average)
+        job.sent()
+        job.land(output)
 
     def _divides(self, names: Sequence[str]) -> bool:
         """Return whether a momentum is divided by d: not where it is not coded, on one rank."""

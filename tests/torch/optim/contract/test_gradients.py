@@ -343,3 +343,16 @@ def test_values_that_were_clipped_stay_so(rank, size, which):
     )
     assert all(x < 0.1 * y for x, y in zip(near_, far, strict=True))
     return values(b)
+
+
+@on_ranks(1)
+@in_ddp
+@pytest.mark.parametrize("wrapper", ["shards", "replicas"])
+def test_one_rank_of_any_wrapper_does_the_same(rank, size, which, wrapper):
+    """torch's FSDP2 scatters nothing on one rank, and calls no collective."""
+    found = []
+    for row in (which, f"{which} on {wrapper}"):
+        model, optimizer = make(row)
+        train(model, optimizer, rank, range(4))
+        found.append(values(model))
+    assert equal(*found)
