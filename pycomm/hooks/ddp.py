@@ -360,8 +360,8 @@ def compress_hook(state: CompressionState, bucket: GradBucket) -> Future:
     if state.transform is not None:
         reduce = _reduce_in_order_of_indices
     future = reduce(state, bucket)
-    if not future.done():
-        backend.wait_after_backward(future, state.process_group)
+    if not future.done() and (ours := backend.find(state.process_group)) is not None:
+        ours.wait_after_backward(future)  # so that signals end the wait of DDP, after this backward
     return future
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Set
+from itertools import chain
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from pycomm.policy.exchange import gather_in_mesh
 from pycomm.policy.names import few, matching, renamed
 from pycomm.reduction import members, paths
 from pycomm.reduction.adapter import Adapter
-from pycomm.reduction.factors import names_in
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.refusals import ALL, FSDP, HSDP, refused, stays_because
 from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
@@ -259,7 +259,7 @@ class CompressionState:
         """Restore what is equal on all ranks; own residuals get their units."""
         self.settle()
         plan, units = dict(about["plan"]), about["factors"]
-        names = matching({*plan["escalated"], *names_in(units)}, self.reducer.numbers)
+        names = matching({*plan["escalated"], *chain(*units.values())}, self.reducer.numbers)
         plan["escalated"] = renamed(plan["escalated"], names)
         self.plan.load_state_dict(plan)
         self.reducer.seed, self.reducer.step.number = about["seed"], about["step"]
@@ -274,7 +274,7 @@ class CompressionState:
         before, ranks = about["world_size"], self.process_group.size()
         rank, layout = self.process_group.rank(), self.adapter.layout
         needed = self._needed(before)
-        if missing := [key for keys in needed.values() for key in keys if key not in saved]:
+        if missing := [key for key in chain(*needed.values()) if key not in saved]:
             raise ValueError(
                 f"the hook's state was saved by {before} ranks and is loaded by rank {rank} of "
                 f"{ranks}, which needs what {', '.join(missing)} has saved: each rank has "
@@ -416,7 +416,7 @@ class CompressionState:
         self._check_idle()
         about = load_saved(checkpoint_id, key, ["about"], self.process_group)["about"]
         needed = self._needed(about[0]["world_size"]).values()
-        parts = ["about", *(key for keys in needed for key in keys)]
+        parts = ["about", *chain(*needed)]
         self.load_state_dict(load_saved(checkpoint_id, key, parts, self.process_group))
 
     def rescale(
