@@ -18,7 +18,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
-from pycomm.feedback import Residuals
 from pycomm.hooks.ddp import SavedBuckets
 from tests.extent import each_value, pairs
 from tests.torch.harness import (
@@ -226,26 +225,6 @@ def test_other_numbers_of_ranks_owe_the_same(pool, tmp_path, feedback):
         before = ended
     if feedback == "residual":  # a single rank applies all of them
         assert not any(t.any() for t in before.values())
-
-
-def test_loaded_residuals_leave_nothing_of_other_owners():
-    residuals = Residuals(pycomm.Feedback(storage="float32"), ranks=2)
-    one = residuals.get("big", 8, torch.device("cpu"))
-    one.use("former", 2)
-    one.owner[1][:4] = 1  # the values that this rank owned in its last bucket
-    one.commit(1)
-    saved = residuals.state_dict()
-    one.use("former", 2)
-    one.owner[0][:4] = 2
-    one.commit(2)
-    saved["big"]["about"] = (8, 1, "", 1)  # as resharded, for whatever comes
-    saved["big"]["owner"] = torch.zeros(8)
-    residuals.load_state_dict(saved)
-    one = residuals["big"]
-    one.use("another", 2)
-    one.owner[one.sides[1]][4:] = 3  # it owns the other half now, and writes nothing else
-    one.commit(3)
-    assert one.current("owner").tolist() == [0, 0, 0, 0, 3, 3, 3, 3]
 
 
 @on_ranks(2)
