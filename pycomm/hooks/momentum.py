@@ -319,6 +319,7 @@ class Momenta:
     def step_begun(self) -> None:
         """A step has begun."""
         self._stale, self._job = False, None
+        self.reducer.encoded = None  # of a bucket that an error has ended
         self._held.clear()
         self._pending = False  # else the hooks of later buckets would look at no gradient
         if self._added:
