@@ -295,13 +295,13 @@ class Momenta:
 
     # ------------------------------------------------------------------ steps
 
-    def before_step(self, *, absent: bool) -> None:
+    def before_step(self, *, joined: bool) -> None:
         """A step is to begin, maybe after gradients that were thrown away; nothing has changed.
 
         Raises:
             Error: this rank has no data in it; or gradients still hold momentum.
         """
-        if absent and self.moments:
+        if joined and self.moments:
             raise Error(f"rank {self.state.process_group.rank()}: {refused(MOMENTA, '`Join`')}")
         if self._unused and self._has_momentum():
             why = refused(MOMENTA, "two synchronized backwards before a step")

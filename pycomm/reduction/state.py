@@ -28,7 +28,7 @@ from pycomm.reduction.adapter import Adapter
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.refusals import ALL, FSDP, HSDP, refused, stays_because
 from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
-from pycomm.reduction.step import JOINED, Step, StepStatus
+from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
 
 STATE_VERSION = 3
@@ -467,11 +467,11 @@ class CompressionState:
         """Whether a step has begun, and not all of its buckets have been given to `reduce`."""
         return self.reducer.step.status is StepStatus.OPEN
 
-    def begin_step(self, *, backward: int | None = None) -> None:
+    def begin_step(self, *, joined: bool = False) -> None:
         """Settle the last step and begin the next, before its first `reduce`, on all ranks.
 
         Args:
-            backward: as of `Step`.
+            joined: as of `Step`.
 
         Raises:
             Error: the group has other members now, and this state cannot follow; raised on all
@@ -481,7 +481,7 @@ class CompressionState:
         """
         self._check_capture()
         if self.transform is not None:
-            self.transform.before_step(absent=backward == JOINED)
+            self.transform.before_step(joined=joined)
         if self.stays_because:
             self.follow_members()  # raises if they have changed
         reducer, before = self.reducer, self.reducer.step
@@ -493,7 +493,7 @@ class CompressionState:
         finite = before.status is not StepStatus.OVERFLOWED
         changed = self.plan.advance(number, reducer.device, finite=finite)
         reducer.forget_buckets(changed)
-        reducer.step = Step(number, backward=backward, parameters=len(self.decisions))
+        reducer.step = Step(number, joined=joined, parameters=len(self.decisions))
         anew = bool(changed) or not reducer.buckets or before.parameters != len(self.decisions)
         reducer.begin_factors(anew=anew)
         if self.transform is not None:
@@ -522,7 +522,7 @@ class CompressionState:
         if step.status is StepStatus.OPEN:
             step.status = StepStatus.REDUCED
         if self.discarded:
-            self.discarded.end(step.pieces, elsewhere=step.backward == JOINED)
+            self.discarded.end(step.pieces, elsewhere=step.joined)
         if self.transform is not None:
             self.transform.step_ended()
         _, *shared = reducer.layout.groups(self.process_group)

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 import pycomm
 from pycomm import backend
@@ -254,6 +255,29 @@ def test_accumulation(rank, size, shape):
     model(gradients(rank, 5)).backward()
     torch.testing.assert_close(whole(model.big.grad), accumulated(4, 5))
     assert state.step == (5 if shape == "fsdp" else 4)
+
+
+@on_ranks(2)
+def test_reentrant_checkpoints_are_in_the_step_of_their_backward(rank, size):
+    """Each runs a backward within that of the model."""
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        layers = [nn.Linear(64, 64) for _ in range(4)]
+        for layer in layers:
+            fully_shard(layer, mesh=mesh_of(size, "fsdp"))
+        model = fully_shard(nn.Sequential(*layers), mesh=mesh_of(size, "fsdp"))
+        state = pycomm.compress(model, "int4")
+        for step in range(4):
+            model.zero_grad()
+            x = inputs(rank, step, width=64)
+            for number, layer in enumerate(layers):
+                again = checkpointed and number in (1, 2)
+                x = checkpoint(layer, x, use_reentrant=True) if again else layer(x)
+            x.square().mean().backward()
+            found.append([p.grad.to_local().clone() for p in model.parameters()])
+        assert state.step == 4
+    assert equal(found[:4], found[4:])
 
 
 @on_ranks(2)
