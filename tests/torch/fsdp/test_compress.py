@@ -17,11 +17,14 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._composable.replicate import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 
 import pycomm
 from pycomm import backend
@@ -263,18 +266,15 @@ def test_reentrant_checkpoints_are_in_the_step_of_their_backward(rank, size):
     found = []
     for checkpointed in (False, True):
         torch.manual_seed(0)
-        layers = [nn.Linear(64, 64) for _ in range(4)]
-        for layer in layers:
-            fully_shard(layer, mesh=mesh_of(size, "fsdp"))
-        model = fully_shard(nn.Sequential(*layers), mesh=mesh_of(size, "fsdp"))
+        shard = partial(fully_shard, mesh=mesh_of(size, "fsdp"))
+        layers: list[Any] = [shard(nn.Linear(64, 64)) for _ in range(4)]
+        for i in (1, 2) if checkpointed else ():
+            layers[i] = checkpoint_wrapper(layers[i], CheckpointImpl.REENTRANT)
+        model = shard(nn.Sequential(*layers))
         state = pycomm.compress(model, "int4")
         for step in range(4):
             model.zero_grad()
-            x = inputs(rank, step, width=64)
-            for number, layer in enumerate(layers):
-                again = checkpointed and number in (1, 2)
-                x = checkpoint(layer, x, use_reentrant=True) if again else layer(x)
-            x.square().mean().backward()
+            model(inputs(rank, step, width=64)).square().mean().backward()
             found.append([p.grad.to_local().clone() for p in model.parameters()])
         assert state.step == 4
     assert equal(found[:4], found[4:])
