@@ -41,7 +41,7 @@ _KNOWN = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
 
 
 def _outside() -> None:
-    """Stands for the end of a step of no backward: pipelines reduce the gradients of all at once."""
+    """Stands for the end of a step that is in no backward, as those of pipelines."""
 
 
 def compress_shards(
@@ -84,7 +84,7 @@ def compress_shards(
         after_finalizing(unit.group, hooks.finalized)
         if scatters and group.size() > 1:
             unit.module.set_custom_reduce_scatter(CompressedReduceScatter(hooks, unit))
-        else:  # of one rank torch scatters nothing, and feedback and coded momenta work all the same
+        else:  # one rank has nothing to scatter, but may have feedback or coded momenta
             if not scatters:
                 leave_replicas_to_the_hook(unit.group)
             unit.module.set_all_reduce_hook(ReplicaHook(hooks, unit))

@@ -208,9 +208,7 @@ class Passes:
             moment.complete()
         self.call(self._table().native.collect, sums.data_ptr())
 
-    def commit(
-        self, sums: torch.Tensor | None, ranks: int, idle: Set[str] = frozenset()
-    ) -> None:
+    def commit(self, sums: torch.Tensor | None, ranks: int, idle: Set[str] = frozenset()) -> None:
         """Fold the ranks' sums into the second moments, and compute the factors.
 
         All ranks count the step, also a rank whose squares overflow and are left out: the ranks'

@@ -393,8 +393,8 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         """Yield the parameters with their states in what `state_dict` has returned."""
         numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
-        for number, parameter in zip(numbers, parameters, strict=False):
-            yield parameter, given["state"].get(number, {})
+        for place, parameter in zip(numbers, parameters, strict=False):
+            yield parameter, given["state"].get(place, {})
 
     def _check_coded(self, given: dict[str, Any]) -> None:
         """Check what `state_dict` has returned, before it takes the place of the state of now.

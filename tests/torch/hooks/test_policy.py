@@ -522,7 +522,7 @@ def test_another_kind_of_feedback_is_refused_before_anything_is_changed(rank, si
         states.append(state)
     for state, other in (states, states[::-1]):
         before = state.state_dict()
-        with pytest.raises(ValueError, match="0.weight was saved with .*the kind that was saved"):
+        with pytest.raises(ValueError, match=r"0\.weight was saved with .*the kind that was saved"):
             state.load_state_dict(other.state_dict())
         assert equal(before, state.state_dict())
 

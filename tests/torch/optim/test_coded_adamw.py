@@ -44,11 +44,7 @@ def make(codec: Any = "sign", which: str = "adamw", **options: Any) -> tuple[Any
 @on_ranks(then=all_equal)
 @pytest.mark.parametrize(
     ("which", "ranks"),
-    [
-        (which, n)
-        for which in ("adamw", "adamw on shards", "sgd", "sgd on shards")
-        for n in (2, 3)
-    ],
+    [(which, n) for which in ("adamw", "adamw on shards", "sgd", "sgd on shards") for n in (2, 3)],
 )
 @pytest.mark.parametrize("codec", ["sign", "topk:0.02"])
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
