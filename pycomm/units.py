@@ -34,7 +34,7 @@ def parse_rate(text: str) -> tuple[float, bool]:
     )
     if not match:
         raise ValueError(f"cannot read the rate {text!r}: want 100mbit, 10gbit or 25GB/s")
-    bits = match[3] != "B"
+    bits = match[3] not in ("B", "Bps")
     rate = _number(match[1], _POWERS[match[2].lower()], text) / (8 if bits else 1)
     if rate <= 0:
         raise ValueError(f"the rate {text!r} is not above 0")

@@ -175,12 +175,5 @@ def wait(future: torch.futures.Future[Any], group: dist.ProcessGroup | None) -> 
     return future.wait()
 
 
-def wait_after_backward(future: torch.futures.Future[Any], group: dist.ProcessGroup) -> None:
-    """Let signals end the wait for a future that DDP waits for when this backward is over."""
-    found = None if future.done() else find(group)
-    if found is not None:
-        found.wait_after_backward(future)
-
-
 let_torch_set_timeouts(find)
 let_torch_monitor_barriers(find)

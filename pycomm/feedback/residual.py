@@ -177,13 +177,6 @@ class Residual:
             setattr(self, role, tuple(stored.to(device) for stored in pair))
         self.memory += 1
 
-    def take_all(self, role: str) -> None:
-        """Give the current side memory for all values, which become zeros."""
-        if role in self.spans:
-            self._replace(role, self.side, self._all)
-        pair: Pair = getattr(self, role)
-        _clear(pair[self.side])
-
     def current(self, role: str) -> torch.Tensor:
         """Return the values after the last committed step, float32 [rows * numel]."""
         rows = self.rows if role in ("worker", "momentum") else 1

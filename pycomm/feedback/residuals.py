@@ -142,10 +142,6 @@ class Residuals:
         """
         return self.inherited or not self._known.isdisjoint(names)
 
-    def clear(self) -> None:
-        """Remove all residuals."""
-        self._residuals.clear()
-
     def drop(self, name: str) -> None:
         """Remove a residual that a payload without error has sent; momentum stays."""
         found = self._residuals[name]
@@ -236,7 +232,7 @@ class Residuals:
     def load_state_dict(
         self, state: Mapping[str, Mapping[str, Any]], codecs: Mapping[str, Codec] = NO_CODECS
     ) -> None:
-        """Take over what `state_dict` returned; residuals of other names become zero.
+        """Take over what `state_dict` returned, in place of all residuals of before.
 
         The saved residuals may have another storage.
 
@@ -245,29 +241,31 @@ class Residuals:
             codecs: by name, of the parameters that have one by now; see `get`.
 
         Raises:
-            ValueError: a parameter has another size here, or was saved with another kind of
-                feedback.
+            ValueError: a parameter was saved with another kind of feedback.
         """
+        self.check_kind(state)
+        self._residuals.clear()
         self.inherited = True
-        for name in self._residuals.keys() - state.keys():
-            other = self._residuals[name]
-            other.take_back()
-            for _, pair in other.pairs():
-                pair[other.side].zero_()
         for name, saved in state.items():
-            roles = {role for role in ROLES if role in saved and (self._owners or role != "owner")}
-            here = self._residuals.get(name)
-            device = here.device if here else saved[min(roles)].device
+            worker, codec = saved.get("worker"), codecs.get(name)
+            stored = saved["momentum"] if worker is None else worker
             numel, rows, *_ = saved["about"]
-            error, codec = "worker" in roles, codecs.get(name)
-            form: dict[str, Any] = {"error": error, "codec": codec, "saved": saved.get("worker")}
-            mine = self.get(name, numel, device, rows=rows, **form)
-            if roles != {role for role, _ in mine.pairs()}:
+            form: dict[str, Any] = {"error": worker is not None, "codec": codec, "saved": worker}
+            _load(self.get(name, numel, stored.device, rows=rows, **form), saved)
+
+    def check_kind(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Check that what `state_dict` returned is of this kind of feedback.
+
+        Raises:
+            ValueError: a parameter was saved with another kind.
+        """
+        for name, saved in state.items():
+            if ("momentum" in saved) != (self.rule.kind == "momentum"):
+                roles = ", ".join(role for role in ROLES if role in saved)
                 raise ValueError(
-                    f"feedback: {name} was saved with {', '.join(sorted(roles))}, which is not "
-                    f"what {self.rule} keeps; continue with the kind that was saved"
+                    f"feedback: {name} was saved with {roles}, which is not what {self.rule} "
+                    "keeps; continue with the kind that was saved"
                 )
-            _load(mine, saved)
 
 
 def _saved(residual: Residual) -> dict[str, Any]:
@@ -281,13 +279,9 @@ def _saved(residual: Residual) -> dict[str, Any]:
 
 
 def _load(mine: Residual, saved: Mapping[str, Any]) -> None:
-    """Let a residual of the same size be what `_saved` returned, maybe in another storage."""
-    mine.take_back()
-    mine.forget_other_side()
+    """Let a new residual of the same size be what `_saved` returned, maybe in another storage."""
     *_, mine.layouts[mine.side], mine.last_step = saved["about"]
-    mine.layouts[1 - mine.side] = ""  # so that `use` gives both sides their spans
-    for role in [role for role, _ in mine.pairs()]:
-        mine.take_all(role)
+    for role, _ in mine.pairs():
         begin, end = saved["spans"][role]
         for row in range(mine.rows if role in ("worker", "momentum") else 1):
             there = storage.part(saved[role], end - begin, row, 0, end - begin)

@@ -22,7 +22,7 @@ from pycomm.reduction.own_group import ExchangeThread
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.refusals import DDP
 from pycomm.reduction.state import CompressionState
-from pycomm.reduction.step import JOINED, StepStatus
+from pycomm.reduction.step import StepStatus
 from pycomm.reduction.taken import DiscardedGradients
 
 Future = torch.futures.Future[torch.Tensor]
@@ -205,7 +205,7 @@ class DDPHooks:
         reducer = self.reducer
         if bucket.index() == 0:
             joined = torch._C._current_graph_task_id() == -1
-            state.begin_step(backward=JOINED if joined else None)
+            state.begin_step(joined=joined)
             self._order = []
             self._saved_buckets = self._take_loaded()
             if joined and not self._settles and (model := self._looks_for_unused()):
@@ -227,7 +227,7 @@ class DDPHooks:
         if bucket.is_last():
             state.end_step()
             self._saved_buckets = None
-            if reducer.step.backward != JOINED and self._looks_for_unused() is not None:
+            if not reducer.step.joined and self._looks_for_unused() is not None:
                 # Queued twice: DDP queues the callback that ends the backward after this one, and
                 # the look must come after that.
                 queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -277,8 +277,7 @@ class DDPHooks:
         """See `Adapter`. Where this rank had no backward, it looks now."""
         # A joined rank had no backward, and the others have shared their map of used parameters by
         # now. Inside a backward the reducer already holds the lock that this would take.
-        joined = self.reducer.step.backward == JOINED
-        if joined and torch._C._current_graph_task_id() == -1:
+        if self.reducer.step.joined and torch._C._current_graph_task_id() == -1:
             self._look_for_unused()
         return self.reducer.step.unused
 
@@ -295,10 +294,13 @@ class DDPHooks:
         if model is None:
             return
         used = model.reducer._get_local_used_map()  # summed over all ranks
-        if used.numel() == len(self._reduced):  # else some were frozen after the model was wrapped
-            self.reducer.step.unused = {
-                name for name, n in zip(self._reduced, used.tolist(), strict=True) if not n
-            }
+        if used.numel() != len(self._reduced):  # some were frozen after the model was wrapped
+            return
+        unused = {name for name, n in zip(self._reduced, used.tolist(), strict=True) if not n}
+        if model.gradient_as_bucket_view:  # a gradient is its part of the bucket, unless it is None
+            by_name = self.reducer.by_name
+            unused = {name for name in unused if by_name[name].grad is None}
+        self.reducer.step.unused = unused
 
     def rebuilds(self) -> bool:
         """See `Adapter`."""
@@ -322,7 +324,7 @@ class DDPHooks:
 def _settle_joined(model: DistributedDataParallel, *_: Any) -> None:
     """Settle the last step in which Join shadowed this rank, before the rank's own backward."""
     for _hook, state in model._comm_hooks:
-        if isinstance(state, CompressionState) and state.reducer.step.backward == JOINED:
+        if isinstance(state, CompressionState) and state.reducer.step.joined:
             state.settle()
 
 
@@ -357,8 +359,8 @@ def compress_hook(state: CompressionState, bucket: GradBucket) -> Future:
     if state.transform is not None:
         reduce = _reduce_in_order_of_indices
     future = reduce(state, bucket)
-    if not future.done():
-        backend.wait_after_backward(future, state.process_group)
+    if not future.done() and (ours := backend.find(state.process_group)) is not None:
+        ours.wait_after_backward(future)  # so that signals end the wait of DDP, after this backward
     return future
 
 

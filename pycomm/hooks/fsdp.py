@@ -12,8 +12,9 @@ The collective that crosses the slow link is compressed:
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 
 from pycomm.codecs import Codec
 from pycomm.errors import Error
-from pycomm.hooks.fsdp_seams import Unit, leave_replicas_to_the_hook, units
+from pycomm.hooks.fsdp_seams import Unit, after_finalizing, leave_replicas_to_the_hook, units
 from pycomm.log import warn_once
 from pycomm.policy import CODED, Policy
 from pycomm.reduction.adapter import Adapter, Layout
@@ -37,6 +38,10 @@ from pycomm.reduction.taken import DiscardedGradients
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _KNOWN = (dist.ReduceOp.SUM, dist.ReduceOp.AVG, dist.ReduceOp.PREMUL_SUM)
+
+
+def _outside() -> None:
+    """Stands for the end of a step that is in no backward, as those of pipelines."""
 
 
 def compress_shards(
@@ -76,10 +81,12 @@ def compress_shards(
         reducer = state.reducer
         state.discarded = DiscardedGradients(reducer.names, reducer.by_name, early=True)
     for unit in found:
-        if scatters:
+        after_finalizing(unit.group, hooks.finalized)
+        if scatters and group.size() > 1:
             unit.module.set_custom_reduce_scatter(CompressedReduceScatter(hooks, unit))
-        else:
-            leave_replicas_to_the_hook(unit.group)
+        else:  # one rank has nothing to scatter, but may have feedback or coded momenta
+            if not scatters:
+                leave_replicas_to_the_hook(unit.group)
             unit.module.set_all_reduce_hook(ReplicaHook(hooks, unit))
     return state
 
@@ -96,6 +103,8 @@ class FSDPHooks:
         self.state, self._reducer = state, state.reducer
         if state.transform is None:
             self._reducer.find_nodes(self._reducer.device)
+        # What ends the step of now, while its backward lasts: one that an error ends drops it.
+        self._end: Callable[[], object] = _outside
         # torch's FSDPParam by name, whose tensors may be replaced by others.
         self._parameters = {n: p for unit in units for n, p in unit.parameters.items()}
         for unit in units:
@@ -120,20 +129,36 @@ class FSDPHooks:
         self.state.begin_step()
 
     def enter(self, names: Sequence[str]) -> None:
-        """Begin a step if these are the first parameters of a backward, or recur in it."""
+        """Begin a step if these are the first parameters of a backward, or recur in it.
+
+        Backwards in this one, as reentrant checkpoints make them, belong to its step.
+        """
         self._enter(names)
-        backward, step = torch._C._current_graph_task_id(), self._reducer.step
-        if backward != step.backward or not self.state.is_open:
-            # Runs at the end of this backward, queued behind torch's own callbacks: those of units
-            # whose inputs need no gradient reduce them.
-            queue = torch.autograd.Variable._execution_engine.queue_callback
-            queue(lambda: queue(self.state.end_step))
+        inside = torch._C._current_graph_task_id() != -1
+        ends = self._end() if inside else self._end is _outside
+        if not self.state.is_open or not ends:
+            self._end = weakref.ref(self._queue_end()) if inside else _outside
             self._begin_step()
-        elif not step.entered.isdisjoint(names):
+        elif not self._reducer.step.entered.isdisjoint(names):
             self.state.end_step()
             self._begin_step()
-        self._reducer.step.backward = backward
         self._reducer.step.entered.update(names)
+
+    def _queue_end(self) -> Callable[[], None]:
+        """Let the backward of now end the step, and drop what this returns when it is over."""
+        # Behind torch's own callbacks: those of units whose inputs need no gradient reduce them.
+        queue = torch.autograd.Variable._execution_engine.queue_callback
+
+        def end() -> None:
+            queue(self.state.end_step)
+
+        queue(end)
+        return end
+
+    def finalized(self) -> None:
+        """End a step in which torch has reduced gradients after all of its backwards."""
+        if self.state.is_open and self._end is _outside:
+            self.state.end_step()
 
 
 class Comm:
@@ -190,7 +215,7 @@ class CompressedReduceScatter(Comm, DefaultAllocMixin, ReduceScatter):
         names, average = self._unit.trained(), op == dist.ReduceOp.AVG
         self.hooks.enter(names)
         reducer = self.reducer.transform or self.reducer
-        reducer.scatter(output_tensor, input_tensor, names, group, average=average)()
+        reducer.scatter(output_tensor, input_tensor, names, group, average=average)
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -24,6 +24,7 @@ _OF_GROUP = (
     "all_reduce_grads",
     "gradient_divide_factor",
     "force_sum_reduction_for_comms",
+    "finalize_backward",
 )
 _OF_PARAMETER = ("_module_info", "sharded_param")
 
@@ -36,11 +37,18 @@ class Unit:
     group: Any
     """torch's FSDPParamGroup."""
     parameters: dict[str, Any]
-    """torch's FSDPParam by name, in the order of the message."""
+    """torch's FSDPParam by name, in the order of `group`."""
 
     def trained(self) -> tuple[str, ...]:
-        """Names of the parameters that get gradients."""
-        return tuple(n for n, p in self.parameters.items() if p.sharded_param.requires_grad)
+        """Names of the parameters that get gradients, in the order of the message.
+
+        It is that of the parameters; since torch 2.15 it is sorted by the gradients' dtypes, from
+        the first forward on.
+        """
+        names = list(self.parameters)
+        order = getattr(self.group, "_reduce_scatter_param_indices", ()) or range(len(names))
+        parameters = self.parameters
+        return tuple(names[i] for i in order if parameters[names[i]].sharded_param.requires_grad)
 
     def reduced_in(self) -> set[torch.dtype | None]:
         """The dtypes that the policies of mixed precision ask for in reductions: since torch 2.15
@@ -94,6 +102,20 @@ def units(model: nn.Module) -> Iterator[Unit]:
                 name = ".".join(filter(None, (names[id(info.module)], info.param_name)))
                 parameters[clean(name)] = parameter
             yield Unit(module, group, parameters)
+
+
+def after_finalizing(group: Any, act: Callable[[], None]) -> None:
+    """Call a function whenever torch has finished the reductions of a group.
+
+    It does so at the end of a backward; pipelines, after all of their backwards.
+    """
+    finalize = group.finalize_backward
+
+    def finalize_backward() -> None:
+        finalize()
+        act()
+
+    group.finalize_backward = finalize_backward
 
 
 def leave_replicas_to_the_hook(group: Any) -> None:

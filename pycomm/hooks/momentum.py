@@ -16,7 +16,7 @@ reduce-scatter each rank gets its own shard of the momentum, and knows that of n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
@@ -35,7 +35,6 @@ from pycomm.policy import AUTO, CODED, Policy
 from pycomm.reduction.bucket import Bucket
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.refusals import MOMENTA, UNBIASED, refused, stays_because
-from pycomm.reduction.saved import known, residuals_of
 from pycomm.reduction.state import CompressionState
 from pycomm.reduction.taken import GradientHook
 
@@ -269,7 +268,7 @@ class Momenta:
             torch.accelerator.current_stream().wait_stream(self.reducer.side.stream)
         if self.moments:
             sums = None if self._sums is None else self._total(self._sums)
-            self._passes.commit(sums, self.state.process_group.size())
+            self._passes.commit(sums, self.state.process_group.size(), self.reducer.step.unused)
         self._sums, self._pending = None, False
         self.steps += 1
 
@@ -291,17 +290,18 @@ class Momenta:
     @property
     def _touched_moments(self) -> set[str]:
         """The coded parameters that have a momentum to use."""
-        return {n for n, moment in self.moments.items() if moment.parameter.grad is not None}
+        there = {n for n, moment in self.moments.items() if moment.parameter.grad is not None}
+        return there - self.reducer.step.unused
 
     # ------------------------------------------------------------------ steps
 
-    def before_step(self, *, absent: bool) -> None:
+    def before_step(self, *, joined: bool) -> None:
         """A step is to begin, maybe after gradients that were thrown away; nothing has changed.
 
         Raises:
             Error: this rank has no data in it; or gradients still hold momentum.
         """
-        if absent and self.moments:
+        if joined and self.moments:
             raise Error(f"rank {self.state.process_group.rank()}: {refused(MOMENTA, '`Join`')}")
         if self._unused and self._has_momentum():
             why = refused(MOMENTA, "two synchronized backwards before a step")
@@ -319,6 +319,7 @@ class Momenta:
     def step_begun(self) -> None:
         """A step has begun."""
         self._stale, self._job = False, None
+        self.reducer.encoded = None  # of a bucket that an error has ended
         self._held.clear()
         self._pending = False  # else the hooks of later buckets would look at no gradient
         if self._added:
@@ -433,14 +434,15 @@ class Momenta:
         group: dist.ProcessGroup,
         *,
         average: bool,
-    ) -> Callable[[], None]:
+    ) -> None:
         """See `BucketReducer.scatter`; this rank gets its shards of the momentum."""
         bucket = self.reducer.bucket_of(tuple(names), input.device)
         table = bucket.moments
         if table is None or not table.is_current:
             table = bucket.moments = self._table_of(bucket)
         if not table.parts:
-            return self.reducer.scatter(output, input, names, group, average=average)
+            self.reducer.scatter(output, input, names, group, average=average)
+            return
         if not average:
             why = refused(MOMENTA, "sums of torch")
             raise Error(f"rank {self.state.process_group.rank()}: {why}")
@@ -452,14 +454,9 @@ class Momenta:
             divides=self._kind.divides,
         )
         job.encode(scale=self._scale_on)
-        wait = self.reducer.scatter(output, input, names, group, average=average)
-
-        def finish() -> None:
-            wait()
-            job.sent()
-            job.land(output)
-
-        return finish
+        self.reducer.scatter(output, input, names, group, average=average)
+        job.sent()
+        job.land(output)
 
     def _divides(self, names: Sequence[str]) -> bool:
         """Return whether a momentum is divided by d: not where it is not coded, on one rank."""
@@ -548,19 +545,6 @@ class Momenta:
     def state_dict(self) -> dict[str, Any]:
         """Return entries of the state's `state_dict`: what this rank has sent of the momentum."""
         return {f"own{dist.get_rank()}": (self.state.step, self.own.state_dict())}
-
-    def keys(self, before: int) -> list[str]:
-        """Return the keys of the entries of `before` ranks that this rank needs."""
-        return [key.replace("rank", "own") for key in self.state.needed(before)]
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Restore the entries, after the state itself."""
-        self.own.clear()
-        (about,) = saved["about"]
-        before = about["world_size"]
-        own = [residuals_of(saved, key, about["step"]) for key in self.keys(before)]
-        own = known(own, self.reducer.numbers, tell=False)
-        self.own.load_state_dict(self.state.resharded(own, before), self.state.codecs)
 
 
 def _is_filled(moment: CodedMoment) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -208,7 +208,7 @@ class Passes:
             moment.complete()
         self.call(self._table().native.collect, sums.data_ptr())
 
-    def commit(self, sums: torch.Tensor | None, ranks: int) -> None:
+    def commit(self, sums: torch.Tensor | None, ranks: int, idle: Set[str] = frozenset()) -> None:
         """Fold the ranks' sums into the second moments, and compute the factors.
 
         All ranks count the step, also a rank whose squares overflow and are left out: the ranks'
@@ -217,11 +217,12 @@ class Passes:
         Args:
             sums: the total of what `collect` wrote, over the ranks; None: it did not travel.
             ranks: the number of those that have a gradient of the same rows.
+            idle: names of moments that take no part in the step, as those without a gradient.
         """
         how = []
-        for moment in self._moments.values():
+        for name, moment in self._moments.items():
             use = _C.MomentUse.nothing
-            if moment.parameter.grad is not None:  # it takes part in the step
+            if name not in idle and moment.parameter.grad is not None:
                 moment.start()
                 moment.complete()
                 use = _C.MomentUse.step
@@ -249,7 +250,8 @@ class Passes:
             state, parameter = moment.state, local(moment.parameter.detach())
             assert moment.parameter.grad is not None
             state["step"].add_(1)
-            gradient, values = local(moment.parameter.grad).contiguous(), parameter.contiguous()
+            gradient = local(moment.parameter.grad).to(parameter.dtype).contiguous()
+            values = parameter.contiguous()
             alive += [gradient, values]
             if values is not parameter:  # in another memory format
                 strided.append((parameter, values))

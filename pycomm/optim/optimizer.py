@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from pycomm.errors import Error
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState
 from pycomm.hooks.fsdp import check_averages, compress_shards
-from pycomm.hooks.momentum import Momenta
+from pycomm.hooks.momentum import OTHERS, Momenta
 from pycomm.momentum.moment import FLOAT32_STATES, CodedMoment, local
 from pycomm.policy import Policy, agree_on_options, refused_together
 from pycomm.policy.exchange import device_of
@@ -173,14 +173,16 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
                 if parameter.grad is not None:
                     self.momenta.check_reduced(self._names[id(parameter)], parameter)
         self.momenta.take_sums()
-        coded = {id(moment.parameter): moment for moment in self.momenta.moments.values()}
+        moments = self.momenta.moments
+        coded = {id(moment.parameter): moment for moment in moments.values()}
+        idle = {id(moments[n].parameter) for n in self.momenta.reducer.step.unused & moments.keys()}
         for group in self.param_groups:
-            given = [parameter for parameter in group["params"] if parameter.grad is not None]
-            moments = [coded[id(parameter)] for parameter in given if id(parameter) in coded]
+            given = [p for p in group["params"] if p.grad is not None and id(p) not in idle]
+            used = [coded[id(parameter)] for parameter in given if id(parameter) in coded]
             exact = [parameter for parameter in given if id(parameter) not in coded]
-            for moment in moments:
+            for moment in used:
                 self.state[moment.parameter] = moment.state
-            self.momenta.move(moments, float(group["lr"]), float(group["weight_decay"]))
+            self.momenta.move(used, float(group["lr"]), float(group["weight_decay"]))
             for parameter in exact:
                 self._start_exact(parameter)
             if exact:
@@ -205,20 +207,13 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         Raises:
             ValueError: other groups, or parameters that were coded and are not, or the reverse.
         """
-        self.momenta.drop_step()
         self._load(state_dict)
         for state in self.state.values():  # of torch's SGD, before there is a momentum
             for key in [key for key, value in state.items() if value is None]:
                 del state[key]
+        self.momenta.drop_step()
         self._factor()
         self._rebind()
-        coded = {id(moment.parameter) for moment in self.momenta.moments.values()}
-        for parameter, state in self.state.items():
-            if id(parameter) not in coded and "row" in state:
-                raise ValueError(
-                    f"the state of a parameter of shape {tuple(parameter.shape)} is that of a "
-                    "coded one, and here it is exact: use the codec or policy that was saved"
-                )
 
     def take_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Take copies of the state of torch's optimizer for the same parameters.
@@ -370,8 +365,13 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
         optimizer (`pycomm.code_optimizer`).
         """
         given: dict[str, Any] = {}
+
+        def take(_: Any, state: dict[str, Any]) -> None:
+            self._check_coded(state)
+            given.update(state)
+
         # Registered last: it sees the state as other hooks have changed it.
-        handle = self.register_load_state_dict_pre_hook(lambda _, state: given.update(state))
+        handle = self.register_load_state_dict_pre_hook(take)
         groups = self.param_groups
         try:
             super().load_state_dict(state_dict)
@@ -382,14 +382,36 @@ class CodedOptimizer(torch.optim.Optimizer, ABC):
             group.clear()
             group.update(settings)
         self.param_groups = groups
-        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
-        parameters = chain.from_iterable(group["params"] for group in groups)
-        for place, parameter in zip(numbers, parameters, strict=True):
-            for key, value in given["state"].get(place, {}).items():
+        for parameter, state in self._states_in(given):
+            for key, value in state.items():
                 if key in FLOAT32_STATES:
                     device = local(parameter).device if value.ndim else torch.device("cpu")
                     exact = value.detach().to(device, torch.float32, copy=True)
                     self.state[parameter][key] = exact
+
+    def _states_in(self, given: dict[str, Any]) -> Iterator[tuple[torch.Tensor, dict[str, Any]]]:
+        """Yield the parameters with their states in what `state_dict` has returned."""
+        numbers = chain.from_iterable(group["params"] for group in given["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        for place, parameter in zip(numbers, parameters, strict=False):
+            yield parameter, given["state"].get(place, {})
+
+    def _check_coded(self, given: dict[str, Any]) -> None:
+        """Check what `state_dict` has returned, before it takes the place of the state of now.
+
+        Raises:
+            ValueError: it has the state of a coded parameter for one that is exact here.
+        """
+        coded = {id(moment.parameter) for moment in self.momenta.moments.values()}
+        for parameter, state in self._states_in(given):
+            decision = self.compression.decisions.get(self._names[id(parameter)])
+            # A group that was added after a backward is coded from the next step on.
+            follows = decision is not None and decision.parameter.exact == OTHERS
+            if "row" in state and id(parameter) not in coded and not follows:
+                raise ValueError(
+                    f"the state of a parameter of shape {tuple(parameter.shape)} is that of a "
+                    "coded one, and here it is exact: use the codec or policy that was saved"
+                )
 
     def _may_fill(self) -> bool:
         """Return whether a step may be that by which torch.distributed.checkpoint makes states.

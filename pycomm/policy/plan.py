@@ -98,7 +98,7 @@ class Plan:
 
     def add(self, parameter: Parameter) -> Decision:
         """Enter a parameter and return its decision; in the same order on all ranks."""
-        decision = self.decisions[parameter.name] = self._decide(parameter)
+        decision = self.decisions[parameter.name] = self._decide(parameter, self._for_step)
         self._agreed.discard(parameter.name)  # the old one of this name may have had another shape
         return decision
 
@@ -289,14 +289,18 @@ class Plan:
 
     # ------------------------------------------------------------------ decisions
 
-    def _decide(self, parameter: Parameter) -> Decision:
+    def codecs_of(self, step: int) -> dict[str, Codec]:
+        """Return the codecs of a step, by name; after `load_state_dict` of the saved one."""
+        return {n: self._decide(d.parameter, step).codec for n, d in self.decisions.items()}
+
+    def _decide(self, parameter: Parameter, step: int) -> Decision:
         if self._auto:
             codec = self._candidates[self._auto.codec]
-            decision = self.policy.decide(parameter, self._for_step, codec)
+            decision = self.policy.decide(parameter, step, codec)
             if not decision.reason:
                 decision = Decision(parameter, codec, self._auto.reason)
         else:
-            decision = self.policy.decide(parameter, self._for_step)
+            decision = self.policy.decide(parameter, step)
         if parameter.name in self._escalated:
             codec, reason = self._escalated[parameter.name]
             if nominal_error(codec) < nominal_error(decision.codec):
@@ -328,7 +332,7 @@ class Plan:
 
     def _change(self, device: torch.device) -> set[str]:
         """Decide anew; return the names whose codec has changed."""
-        fresh = {name: self._decide(d.parameter) for name, d in self.decisions.items()}
+        fresh = {n: self._decide(d.parameter, self._for_step) for n, d in self.decisions.items()}
         new = [d for name, d in fresh.items() if str(d) != str(self.decisions[name])]
         changed = {n for n, d in fresh.items() if d.codec != self.decisions[n].codec}
         self.decisions.update(fresh)

@@ -3,7 +3,7 @@
 In each backward a trainer calls its state, on all ranks alike:
 
     state.begin_step()
-    future = state.reduce(gradients, names)  # of each bucket; or `state.reducer.scatter`
+    future = state.reduce(gradients, names)  # of a bucket; or `reducer.scatter`, which waits
     state.end_step()
     state.wait(future)  # or before `end_step`
 

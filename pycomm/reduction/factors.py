@@ -361,11 +361,6 @@ class Factors:
         self.moved = True
 
 
-def names_in(state: Mapping[str, Mapping[str, Any]]) -> Iterable[str]:
-    """Return the names of parameters in what `Factors.state_dict` has returned."""
-    return {name for part in state.values() for name in part}
-
-
 def _exponents(known: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     """Return the exponents of rows or columns, int8; zeros: they are alike.
 

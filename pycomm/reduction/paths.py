@@ -206,7 +206,7 @@ def chosen(
     *,
     senders: bool = False,
 ) -> ChosenPath:
-    """Return the path of a bucket, which the first call for it and an operation chooses.
+    """Return the path of a bucket, which the first call for it and an operation chooses and logs.
 
     Where kernels of a device reduce, it is the slowest that a rank has chosen: residuals differ
     between ranks after a member has joined, and with them what a path takes.
@@ -225,20 +225,15 @@ def chosen(
                 why = f"{choice.path.name}: a residual of another rank rules it out"
                 choice = ChosenPath(PATHS[last], why)
         bucket.paths[op, senders] = choice
-        report(bucket, op, choice, group)
+        if group.rank() == 0:
+            if choice.path.in_core and env().impl != "native":
+                ignore((), ("codecs",), str(choice))
+            first = bucket.pieces[0].name if bucket.pieces else "none"
+            logger.info(
+                "%s of the bucket of %s, %d parameters of %d values: %s",
+                *(op, first, len(bucket.pieces), bucket.numel, choice),
+            )
     return choice
-
-
-def report(bucket: Bucket, op: str, choice: ChosenPath, group: dist.ProcessGroup) -> None:
-    """Log the path of a bucket, on one rank, and whether PYCOMM_IMPL plays no part in it."""
-    if group.rank() == 0:
-        if choice.path.in_core and env().impl != "native":
-            ignore((), ("codecs",), str(choice))
-        first = bucket.pieces[0].name if bucket.pieces else "none"
-        logger.info(
-            "%s of the bucket of %s, %d parameters of %d values: %s",
-            *(op, first, len(bucket.pieces), bucket.numel, choice),
-        )
 
 
 def summary(buckets: Iterable[Bucket]) -> str:

@@ -322,9 +322,6 @@ class BucketReducer:
         decides = not tensor.is_cpu and choice.path.decides
         if not tensor.is_cpu:
             side = self.side = self.side or SideStream(tensor.device)
-            stream = side.stream
-            stream.wait_stream(torch._C._accelerator_getStream(tensor.device.index))
-            stream.__enter__()
             if decides:
                 if side.ahead is not None and not bucket.with_residual.keys() <= side.ahead:
                     self.settle_deferred()  # the flag is not about the sides of the others
@@ -332,6 +329,9 @@ class BucketReducer:
                 options |= side.flags
             else:
                 self.settle_deferred()
+            stream = side.stream
+            stream.wait_stream(torch._C._accelerator_getStream(tensor.device.index))
+            stream.__enter__()  # last: an error must not leave it the current one
         try:
             if not decides:
                 options["found_inf"] = step.found_inf[tensor.device]
@@ -402,8 +402,8 @@ class BucketReducer:
         group: dist.ProcessGroup,
         *,
         average: bool,
-    ) -> Callable[[], None]:
-        """Start to sum or average all ranks' rows; this rank gets its row.
+    ) -> None:
+        """Sum or average all ranks' rows, and wait for it; this rank gets its row.
 
         Args:
             output: floats of 16 or 32 bits [values]; this rank's parts of the named parameters, as
@@ -412,9 +412,6 @@ class BucketReducer:
             names: the parameters, in the order of a row.
             group: the ranks that reduce.
             average: divide by the number of ranks.
-
-        Returns:
-            A function that waits for the result.
         """
         bucket = self.bucket_of(tuple(names), input.device)
         step = self.step
@@ -433,6 +430,7 @@ class BucketReducer:
                 output, input, bucket.native, bucket.sides, self.seed, step.number, average
             )
             step.checks.append(lambda: work.finite)
+            work.wait()
         else:
             options: dict[str, Any] = {"seed": self.seed, "step": step.number}
             options |= {"average": average, "found_inf": step.found_inf[output.device]}
@@ -440,16 +438,10 @@ class BucketReducer:
                 self.nodes.reduce_scatter(output, input, bucket, **options)
             else:
                 two_shot.reduce_scatter(output, input, bucket, group, **options)
-
-        def wait() -> None:
-            if native is not None:
-                work.wait()
-            if probe is not None:
-                probe.finish(output)
-            if divided:
-                self.factors.scale(output, bucket, 1)
-
-        return wait
+        if probe is not None:
+            probe.finish(output)
+        if divided:
+            self.factors.scale(output, bucket, 1)
 
     def _use(self, bucket: Bucket, tensor: torch.Tensor) -> None:
         """Prepare the residuals of a bucket that is reduced in this step."""

@@ -8,7 +8,8 @@ can be taken back.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Set
+from itertools import chain
 from typing import Any
 
 import torch
@@ -17,18 +18,17 @@ import torch.distributed as dist
 from pycomm.arguments import number, typed
 from pycomm.codecs import Codec
 from pycomm.errors import Error
-from pycomm.feedback import Feedback, reshard, sources
+from pycomm.feedback import Feedback, Residuals, reshard, sources
 from pycomm.log import warn_once
 from pycomm.policy import Decision, Plan, Policy, refused_together
 from pycomm.policy.exchange import gather_in_mesh
 from pycomm.policy.names import few, matching, renamed
 from pycomm.reduction import members, paths
 from pycomm.reduction.adapter import Adapter
-from pycomm.reduction.factors import names_in
 from pycomm.reduction.reducer import BucketReducer
 from pycomm.reduction.refusals import ALL, FSDP, HSDP, refused, stays_because
 from pycomm.reduction.saved import check_sizes, known, load_saved, residuals_of
-from pycomm.reduction.step import JOINED, Step, StepStatus
+from pycomm.reduction.step import Step, StepStatus
 from pycomm.reduction.taken import DiscardedGradients
 
 STATE_VERSION = 3
@@ -229,8 +229,6 @@ class CompressionState:
                 entry was not loaded with the rest.
         """
         self._check_idle()
-        if self.transform is not None:
-            self.transform.drop_step()
         for state in states:
             typed("state", state, Mapping)
         saved = {key: value for state in states for key, value in state.items()}
@@ -246,65 +244,71 @@ class CompressionState:
                 f"the hook's state has version {version}, not {STATE_VERSION}: load it with the "
                 "pycomm that has saved it"
             )
-        own = self._own_residuals(saved, about) if self.residuals else {}
+        entries = self._entries(saved, about)  # what does not fit raises before there is a change
+        if self.transform is not None:
+            self.transform.drop_step()
         self._load_common(about)
-        if self.residuals:
-            self.residuals.load_state_dict(own, self.codecs)
+        # Those of the step after which they were saved: the next step may have others.
+        codecs = self.plan.codecs_of(self.step)
+        for residuals, mine in entries:
+            residuals.load_state_dict(mine, codecs)
         self.reducer.forget_buckets()
         self.adapter.loaded(about)
-        if self.transform is not None:
-            self.transform.load_state_dict(saved)
 
     def _load_common(self, about: Mapping[str, Any]) -> None:
         """Restore what is equal on all ranks; own residuals get their units."""
         self.settle()
-        self.reducer.seed, self.reducer.step.number = about["seed"], about["step"]
         plan, units = dict(about["plan"]), about["factors"]
-        names = matching({*plan["escalated"], *names_in(units)}, self.reducer.numbers)
+        names = matching({*plan["escalated"], *chain(*units.values())}, self.reducer.numbers)
         plan["escalated"] = renamed(plan["escalated"], names)
         self.plan.load_state_dict(plan)
+        self.reducer.seed, self.reducer.step.number = about["seed"], about["step"]
+        self.plan.step = self.step
         self.reducer.factors.load_state_dict(units, names, self.reducer.shape, self.residuals)
 
-    def _own_residuals(self, saved: Mapping[str, Any], about: Mapping[str, Any]) -> Any:
-        """Return the residuals for this rank, by the parameters' names here."""
-        assert self.residuals is not None
+    def _entries(
+        self, saved: Mapping[str, Any], about: Mapping[str, Any]
+    ) -> list[tuple[Residuals, Mapping[str, Any]]]:
+        """Return all residuals of this rank, each with what it takes over of a saved state, by the
+        parameters' names here."""
         before, ranks = about["world_size"], self.process_group.size()
-        needed = self.needed(before)
-        others = self.transform.keys(before) if self.transform else []
-        if missing := [key for key in (*needed, *others) if key not in saved]:
+        rank, layout = self.process_group.rank(), self.adapter.layout
+        needed = self._needed(before)
+        if missing := [key for key in chain(*needed.values()) if key not in saved]:
             raise ValueError(
-                f"the hook's state was saved by {before} ranks and is loaded by rank "
-                f"{self.process_group.rank()} of {ranks}, which needs what {', '.join(missing)} "
-                "has saved: each rank has residuals of its own"
+                f"the hook's state was saved by {before} ranks and is loaded by rank {rank} of "
+                f"{ranks}, which needs what {', '.join(missing)} has saved: each rank has "
+                "residuals of its own"
             )
-        own = [residuals_of(saved, key, about["step"]) for key in needed]
-        # Renamed before they are resharded: the cuts are known by the names here.
-        own = known(own, self.reducer.numbers, tell=self.process_group.rank() == 0)
-        return self.resharded(own, before)
-
-    def resharded(self, own: Sequence[Any], before: int) -> Any:
-        """Return this rank's residuals from those of `before` ranks that it takes over."""
-        ranks, layout = self.process_group.size(), self.adapter.layout
-        (mine,) = (
-            own if before == ranks else [reshard(own, before, ranks, layout.cuts(self.decisions))]
-        )
         parts = {name: layout.part(one).parameter for name, one in self.decisions.items()}
         sizes = {name: (layout.rows, part.numel) for name, part in parts.items()}
-        check_sizes(mine, sizes)
-        return mine
+        found = []
+        for residuals, keys in needed.items():
+            own = [residuals_of(saved, key, about["step"]) for key in keys]
+            # Renamed before they are resharded: the cuts are known by the names here.
+            tell = rank == 0 and residuals is self.residuals
+            own = known(own, self.reducer.numbers, tell=tell)
+            if before != ranks:
+                own = [reshard(own, before, ranks, layout.cuts(self.decisions))]
+            check_sizes(own[0], sizes)
+            residuals.check_kind(own[0])
+            found.append((residuals, own[0]))
+        return found
 
-    def needed(self, before: int) -> list[str]:
-        """Return the keys of the entries of `before` ranks that this rank needs."""
+    def _needed(self, before: int) -> dict[Residuals, list[str]]:
+        """Return the keys of the entries of `before` ranks that each of this rank's residuals
+        needs."""
         if self.residuals is None:
-            return []
-        if before == self.process_group.size():
-            return [f"rank{dist.get_rank()}"]
-        if self.process_group.size() != dist.get_world_size():
-            option = "residuals on another number of ranks"
-            ranks = self.process_group.size()
-            raise ValueError(refused(HSDP, option, before=before, ranks=ranks))
+            return {}
         rank, ranks = self.process_group.rank(), self.process_group.size()
-        return [f"rank{r}" for r in sources(before, rank, ranks)]
+        numbers = [dist.get_rank()]
+        if before != ranks:
+            if ranks != dist.get_world_size():
+                option = "residuals on another number of ranks"
+                raise ValueError(refused(HSDP, option, before=before, ranks=ranks))
+            numbers = sources(before, rank, ranks)
+        kinds = {self.residuals: "rank"} | ({self.transform.own: "own"} if self.transform else {})
+        return {residuals: [f"{kind}{n}" for n in numbers] for residuals, kind in kinds.items()}
 
     def adopt_state(self, previous: CompressionState | None) -> None:
         """Continue from the state of a group that has lost ranks, or has new ones; collective.
@@ -356,6 +360,7 @@ class CompressionState:
             self._meet(None if is_new else self)
         elif is_new and self.residuals:
             self.residuals.load_state_dict({})
+            self.reducer.forget_buckets(alone=True)
 
     def _meet(self, previous: CompressionState | None) -> None:
         """Take over the furthest member's common state; keep the own residuals of `previous`."""
@@ -380,15 +385,16 @@ class CompressionState:
             self._met_in = formed  # these members have made their states together
             return
         common = (previous or self)._common() if group.rank() == root else None
-        self._load_common(members.broadcast_object(common, root, group, self.reducer.device))
+        common = members.broadcast_object(common, root, group, self.reducer.device)
+        if self.residuals:
+            self.residuals.check_kind(own)
+        self._load_common(common)
         self.adapter.loaded({})
-        self.plan.step = self.step
         saved = self.plan.state_dict()
         self.plan.follow(self.plan.policy, self.reducer.device, saved=saved)
         if self.residuals:
             if not members.in_place(standings):
                 own = reshard([own], before, ranks)
-            self.residuals.clear()
             self.residuals.ranks = ranks
             self.residuals.load_state_dict(own, self.codecs)
             now, self.reducer.factors.current = self.reducer.factors.current, units
@@ -409,9 +415,8 @@ class CompressionState:
         """
         self._check_idle()
         about = load_saved(checkpoint_id, key, ["about"], self.process_group)["about"]
-        before = about[0]["world_size"]
-        others = self.transform.keys(before) if self.transform else []
-        parts = ["about", *self.needed(before), *others]
+        needed = self._needed(about[0]["world_size"]).values()
+        parts = ["about", *chain(*needed)]
         self.load_state_dict(load_saved(checkpoint_id, key, parts, self.process_group))
 
     def rescale(
@@ -462,11 +467,11 @@ class CompressionState:
         """Whether a step has begun, and not all of its buckets have been given to `reduce`."""
         return self.reducer.step.status is StepStatus.OPEN
 
-    def begin_step(self, *, backward: int | None = None) -> None:
+    def begin_step(self, *, joined: bool = False) -> None:
         """Settle the last step and begin the next, before its first `reduce`, on all ranks.
 
         Args:
-            backward: as of `Step`.
+            joined: as of `Step`.
 
         Raises:
             Error: the group has other members now, and this state cannot follow; raised on all
@@ -476,7 +481,7 @@ class CompressionState:
         """
         self._check_capture()
         if self.transform is not None:
-            self.transform.before_step(absent=backward == JOINED)
+            self.transform.before_step(joined=joined)
         if self.stays_because:
             self.follow_members()  # raises if they have changed
         reducer, before = self.reducer, self.reducer.step
@@ -488,7 +493,7 @@ class CompressionState:
         finite = before.status is not StepStatus.OVERFLOWED
         changed = self.plan.advance(number, reducer.device, finite=finite)
         reducer.forget_buckets(changed)
-        reducer.step = Step(number, backward=backward, parameters=len(self.decisions))
+        reducer.step = Step(number, joined=joined, parameters=len(self.decisions))
         anew = bool(changed) or not reducer.buckets or before.parameters != len(self.decisions)
         reducer.begin_factors(anew=anew)
         if self.transform is not None:
@@ -517,7 +522,7 @@ class CompressionState:
         if step.status is StepStatus.OPEN:
             step.status = StepStatus.REDUCED
         if self.discarded:
-            self.discarded.end(step.pieces, elsewhere=step.backward == JOINED)
+            self.discarded.end(step.pieces, elsewhere=step.joined)
         if self.transform is not None:
             self.transform.step_ended()
         _, *shared = reducer.layout.groups(self.process_group)

@@ -16,9 +16,6 @@ import torch
 
 from pycomm.reduction.bucket import BucketPiece
 
-JOINED = -2  # which is no number of a backward; autograd has -1 outside of any
-"""In place of that number: this rank has no data in a step, and Join shadows it."""
-
 
 class StepStatus(Enum):
     """Where a step is; from one status only later ones follow."""
@@ -49,7 +46,7 @@ class Step:
     Args:
         number: its number, from 1; 0: none was taken yet.
         status: where it is.
-        backward: number of the backward in which it began, where a trainer has to know it; JOINED.
+        joined: this rank has no data in it, and Join shadows it.
         parameters: number of parameters that the state had when it began.
     """
 
@@ -58,11 +55,11 @@ class Step:
         number: int,
         status: StepStatus = StepStatus.OPEN,
         *,
-        backward: int | None = None,
+        joined: bool = False,
         parameters: int = 0,
     ) -> None:
         self.number, self.status = number, status
-        self.backward, self.parameters = backward, parameters
+        self.joined, self.parameters = joined, parameters
         self.busy_until = ""
         """What a user calls before the residuals can be read: buckets are on the way that backward
         does not wait for; "": none are."""

@@ -161,6 +161,7 @@ def test_a_preset_equals_its_rate():
     for processor in ("gpu", "core"):
         words = [*box, "--processor", processor, "--intra"]
         assert predicted(*words, "22GB/s") == predicted(*words, "pcie4")
+    assert Link.of("22GBps").rate == Link.of("22GB/s").rate  # and is no rate in bits
 
 
 def test_a_gpus_link_counts_above_a_cores_rate():

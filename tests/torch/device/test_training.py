@@ -484,8 +484,7 @@ def check_launches(rank: int, ranks: int, device: str, count: int) -> list[Any]:
 
         def call(*args: Any, **options: Any) -> Any:
             with context():
-                result = function(*args, **options)
-            return within(result, context) if callable(result) else result
+                return function(*args, **options)
 
         return call
 

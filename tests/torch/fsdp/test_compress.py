@@ -17,6 +17,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._composable.replicate import replicate as replicate_by_ddp
 from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -34,6 +38,7 @@ from tests.torch.harness import (
     Chosen,
     Turn,
     all_equal,
+    batch,
     equal,
     heard,
     inputs,
@@ -256,6 +261,26 @@ def test_accumulation(rank, size, shape):
 
 
 @on_ranks(2)
+def test_reentrant_checkpoints_are_in_the_step_of_their_backward(rank, size):
+    """Each runs a backward within that of the model."""
+    found = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        shard = partial(fully_shard, mesh=mesh_of(size, "fsdp"))
+        layers: list[Any] = [shard(nn.Linear(64, 64)) for _ in range(4)]
+        for i in (1, 2) if checkpointed else ():
+            layers[i] = checkpoint_wrapper(layers[i], CheckpointImpl.REENTRANT)
+        model = shard(nn.Sequential(*layers))
+        state = pycomm.compress(model, "int4")
+        for step in range(4):
+            model.zero_grad()
+            model(inputs(rank, step, width=64)).square().mean().backward()
+            found.append([p.grad.to_local().clone() for p in model.parameters()])
+        assert state.step == 4
+    assert equal(found[:4], found[4:])
+
+
+@on_ranks(2)
 def test_unused_and_frozen_parameters(rank, size):
     with heard() as records:
         model, state = chosen(size)
@@ -431,6 +456,17 @@ def test_the_one_group_of_torch_2_11_is_found(wrapped):
     assert list(fsdp_seams.units(wrapped)) == []
 
 
+def test_the_order_of_torch_2_15_is_that_of_the_message(wrapped):
+    """There a unit may have several dtypes, by which its gradients are sorted."""
+    other = SimpleNamespace(module=wrapped, param_name="norm")
+    norm = SimpleNamespace(_module_info=other, sharded_param=wrapped.weight)
+    wrapped.group.fsdp_params.append(norm)
+    (unit,) = fsdp_seams.units(wrapped)
+    assert unit.trained() == ("weight", "norm")
+    wrapped.group._reduce_scatter_param_indices = [1, 0]
+    assert unit.trained() == ("norm", "weight")
+
+
 @pytest.mark.parametrize(
     ("part", "name"),
     [
@@ -490,6 +526,31 @@ def test_pipelines(pool):
     # This is another schedule of the same micro-batches, with the same sums in the same order.
     assert equal(gpipe, one_forward_one_backward)
     assert gpipe[0][1].shape == (2 * WIDTH, WIDTH)
+
+
+@on_ranks(2)
+def test_gradients_of_a_pipeline_are_reduced_in_one_step(rank, size):
+    """Behind all of its backwards, with the bits of one that reduces those of all."""
+    group, found = dist.new_group([rank], use_local_synchronization=True), []
+    for piped in (True, False):
+        model = sharded(size)
+        state = pycomm.compress(model, "int4")
+        stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=group) if piped else None
+        how: dict[str, Any] = {"loss_fn": nn.functional.cross_entropy, "scale_grads": False}
+        schedule = ScheduleGPipe(stage, 2, **how) if stage else None
+        for step in range(3):
+            x, y = batch(rank, step)
+            model.zero_grad()
+            if schedule:
+                schedule.step(x, target=y)
+            for part in (0, 1) if not schedule else ():
+                model.set_requires_gradient_sync(part == 1)
+                loss = nn.functional.cross_entropy(model(x.chunk(2)[part]), y.chunk(2)[part])
+                loss.backward()
+            found.append([whole(p.grad).clone() for p in model.parameters()])
+            assert state.step == step + 1
+        assert state.residual_norms()["0.weight"][0] > 0
+    assert equal(found[:3], found[3:])
 
 
 # -------------------------------------------------------------------------------------- checkpoints

@@ -476,9 +476,8 @@ def scattered(state: CompressionState, trainer: Shards, given: Gradients) -> tor
     rows = trainer.rows_of_ranks(given)
     ours = torch.empty(rows.numel() // dist.get_world_size())
     state.begin_step()
-    wait = state.reducer.scatter(ours, rows, list(EVEN), dist.group.WORLD, average=True)
+    state.reducer.scatter(ours, rows, list(EVEN), dist.group.WORLD, average=True)
     state.end_step()
-    wait()
     return ours
 
 

@@ -282,6 +282,7 @@ def test_escalations_are_part_of_the_checkpoint(rank, size):
     assert state.decisions["big"].codec == codec("fp32")
     _, fresh = compressed(Policy("fp16", guard=guard))
     fresh.load_state_dict(state.state_dict())
+    assert fresh.plan.report().step == 6
     fresh.begin_step()
     assert specs(fresh.plan) == specs(state.plan)
 
@@ -509,6 +510,21 @@ def test_a_state_whose_residuals_were_left_out_is_refused(rank, size):
     assert other.step == 0  # nothing of them was taken over
     other.load_state_dict(saved)
     assert same(state, other)
+
+
+@on_ranks(2, **PATIENT)
+def test_another_kind_of_feedback_is_refused_before_anything_is_changed(rank, size):
+    states = []
+    for number, feedback in enumerate(("residual", "momentum")):
+        model = DistributedDataParallel(network())
+        state = pycomm.compress(model, Policy("int4"), feedback=feedback, seed=number)
+        train(model, rank, 2 + number)
+        states.append(state)
+    for state, other in (states, states[::-1]):
+        before = state.state_dict()
+        with pytest.raises(ValueError, match=r"0\.weight was saved with .*the kind that was saved"):
+            state.load_state_dict(other.state_dict())
+        assert equal(before, state.state_dict())
 
 
 # ------------------------------------------------------------------------ names

@@ -97,11 +97,8 @@ def test_gradients_that_come_now_and_then_on_one_rank_count_whole(rank, size, wh
         assert float((ours - theirs).norm() / theirs.norm()) < 0.1
 
 
-def test_a_state_of_torch_without_a_momentum_is_loaded(pool):
-    pool.run(_load_without_momentum, ranks=2)
-
-
-def _load_without_momentum(rank: int, size: int) -> None:
+@on_ranks(2)
+def test_a_state_of_torch_without_a_momentum_is_loaded(rank, size):
     model, optimizer = table.make("sgd")
     saved = optimizer.to_sgd().state_dict()
     numbers = range(len(saved["param_groups"][0]["params"]))

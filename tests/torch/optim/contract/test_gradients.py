@@ -199,6 +199,22 @@ def test_parameters_that_get_no_gradient(rank, size, which):
     return values(model)
 
 
+@on_ranks(2)
+@in_ddp
+def test_a_parameter_that_is_unused_for_a_while_waits(rank, size, which):
+    """Whether its gradient is None or zeros, which are no momentum to step by."""
+    found = []
+    for to_none in (True, False):
+        model, optimizer = make(which)
+        for number in range(9):
+            names = ("big", "bias") if 3 <= number < 6 else ()
+            optimizer.zero_grad(set_to_none=to_none)
+            model(gradients(rank, number, *names)).backward()
+            optimizer.step()
+        found.append((values(model), list(optimizer.state_dict()["state"].values())))
+    assert equal(*found)
+
+
 @on_ranks(2, timeout=60)
 @in_ddp
 def test_join_is_refused(rank, size, which):
@@ -327,3 +343,16 @@ def test_values_that_were_clipped_stay_so(rank, size, which):
     )
     assert all(x < 0.1 * y for x, y in zip(near_, far, strict=True))
     return values(b)
+
+
+@on_ranks(1)
+@in_ddp
+@pytest.mark.parametrize("wrapper", ["shards", "replicas"])
+def test_one_rank_of_any_wrapper_does_the_same(rank, size, which, wrapper):
+    """torch's FSDP2 scatters nothing on one rank, and calls no collective."""
+    found = []
+    for row in (which, f"{which} on {wrapper}"):
+        model, optimizer = make(row)
+        train(model, optimizer, rank, range(4))
+        found.append(values(model))
+    assert equal(*found)

@@ -214,6 +214,48 @@ def test_momentum_of_before_a_load_is_refused(rank, size, which):
         model(gradients(rank, 3)).backward()
 
 
+@on_ranks()
+@rows()
+def test_a_load_that_is_refused_changes_nothing(rank, size, which):
+    """Not even the momentum of a backward that no step has used."""
+    (model, optimizer), (calm, other) = fresh(which), fresh(which)
+    for one, its in ((model, optimizer), (calm, other)):
+        train(one, its, rank, range(2))
+        after_a_backward(one, its, rank)
+    saved = optimizer.compression.state_dict()
+    kept = {key: entry for key, entry in saved.items() if not key.startswith("own")}
+    exact = coded(which, wrap(which, net()), codec="fp32")
+    for target, state, words in (
+        (optimizer, {**optimizer.state_dict(), "param_groups": []}, "parameter groups"),
+        (optimizer.compression, kept, f"needs what own{rank} has"),
+        (exact, optimizer.state_dict(), "coded one, and here it is exact"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            target.load_state_dict(state)
+    assert not exact.state
+    optimizer.step()
+    other.step()
+    assert equal(values(model), values(calm))
+    assert_alike(optimizer, other)
+
+
+@on_ranks(2)
+@in_ddp
+def test_gradients_may_have_another_dtype(rank, size, which):
+    """As `grad_dtype` of a parameter asks for since torch 2.10."""
+    found = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model, optimizer = fresh(which, net().bfloat16())
+        model(gradients(rank, 0)).backward()
+        for name in ("big", "small"):
+            parameter = named(model)[name]
+            gradient = parameter.grad.to(dtype)
+            parameter.grad_dtype, parameter.grad = None, gradient
+        optimizer.step()
+        found.append(values(model))
+    assert equal(*found)
+
+
 @on_ranks(then=all_equal)
 @rows()
 def test_a_rate_that_begins_at_zero(rank, size, which):
