@@ -55,6 +55,14 @@ LAUNCH, MEMORY, BUS = 4e-6, 3e12, 50e9
 FIRST, EACH, OPTIMIZER = 14e-3, 1e-3, 2e-3
 """Seconds of computing until the first bucket is ready, from one to the next, and of AdamW."""
 
+GOALS = {"launches": 8, "calls": 20, "waits": 0, "held": 0}
+"""Most launches and Python calls of a bucket, waits of the host in a step, and exchanges for which
+the compute stream waits. A late carrier itself waits twice a bucket."""
+PASSES = {"launches": 4, "calls": 15}
+"""What the passes of a coded optimizer over moments may add to these."""
+OVER = 1.1
+"""What a step may be of the bound."""
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -293,12 +301,33 @@ def pace_of(config: Config) -> Pace:
     return Pace(FIRST, compute, OPTIMIZER, sizes[-1] / sum(sizes))
 
 
+def broken(recorded: Recorded, ratio: float, *, coded: bool = False) -> list[str]:
+    """Return the goals of the engine that do not hold, one sentence each.
+
+    Args:
+        recorded: a step.
+        ratio: what it takes, in parts of the shortest that the link allows.
+        coded: it has the passes of a coded optimizer.
+    """
+    counts = recorded.summary()
+    goals = {name: most + coded * PASSES.get(name, 0) for name, most in GOALS.items()}
+    wrong = [
+        f"{counts[name]:g} {name}, where {most} are the goal"
+        for name, most in goals.items()
+        if counts[name] > most
+    ]
+    if ratio > OVER:
+        wrong.append(f"{ratio:.2f} of the bound, where {OVER} is the goal")
+    return wrong
+
+
 def steps(
     name: str, config: Config, methods: Sequence[str], rates: Sequence[str]
-) -> Iterator[tuple[Row, list[dict[str, Any]]]]:
-    """Yield the row of each method over each carrier on links of each rate, and its stages.
+) -> Iterator[tuple[Row, list[dict[str, Any]], list[str]]]:
+    """Yield the row of each method over each carrier on links of each rate, its stages, and which
+    goals it misses.
 
-    Stages are those of ordered carriers.
+    Stages and goals are those of ordered carriers.
 
     Args:
         name, config: of the model.
@@ -317,9 +346,9 @@ def steps(
         wire = wire_seconds(found.sent, speed)
         bound = pace.bound(wire)
         words = [f"{key}:{value:g}" for key, value in recorded.summary().items()]
-        told = codec + ", late carrier" * (way == "late")
+        label = f"stand-in, {codec}{', late carrier' * (way == 'late')}"
         row = replace(
-            describe("step", name, count, Method(f"stand-in, {told}", "stand-in", codec=codec)),
+            describe("step", name, count, Method(label, "stand-in", codec=codec)),
             rate=rate,
             seconds=found.seconds,
             wire_bytes=found.sent,
@@ -328,5 +357,10 @@ def steps(
             ratio=found.seconds / bound,
             parts=" ".join(words),
         )
+        if way == "late":
+            yield row, [], []
+            continue
         place = {"method": codec, "rate": rate}
-        yield row, [place | stage for stage in found.stages if way == "ordered"]
+        wrong = broken(recorded, row.ratio, coded=CODECS[codec].startswith("coded "))
+        told = [f"{codec} at {rate}: {one}" for one in wrong]
+        yield row, [place | stage for stage in found.stages], told

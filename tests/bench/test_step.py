@@ -82,8 +82,6 @@ LAUNCHES_OF_ITS_STEP = 4
 # Of CodedSGD's step all but two are torch's, for the parameters that travel exactly: three for all
 # of them where it has kernels for lists, as on a GPU.
 LAUNCHES_OF_SGD = 3 * 98 + 2
-OVER = 1.1  # of the bound, what a step may be
-
 
 JOBS = [
     *((codec, "late", "before") for codec in BEFORE),
@@ -138,7 +136,7 @@ def test_what_a_bucket_asks_for_only_falls(recorded):
 def test_a_step_is_near_its_bound(step_of, codec, rate):
     found = step_of((codec, "ordered", ""), rate)
     bound = pace_of(GPT).bound(wire_seconds(found.sent, bytes_per_second(rate)))
-    assert bound <= found.seconds <= OVER * bound
+    assert bound <= found.seconds <= stand_in.OVER * bound
 
 
 @pytest.mark.parametrize(
@@ -151,6 +149,18 @@ def test_what_coded_momentum_asks_for_only_falls(recorded, codec, launches):
     kinds = [kind for kind, _, _ in found.notes]
     step = kinds[kinds.index(stand_in.STEP) :]
     assert step.count(stand_in.WORK) <= launches
+
+
+def test_the_check_says_which_goals_do_not_hold(recorded, monkeypatch, capsys):
+    def check(way):
+        monkeypatch.setattr(stand_in, "record", lambda *_: [recorded["int4", *way]] * 2)
+        words = ["--stand-in", "--check", "--methods", "int4", "--rate", "10gbit"]
+        status = command.main(words)
+        missed = [line for line in capsys.readouterr().out.splitlines() if "not yet: " in line]
+        return status, [line.partition("10gbit: ")[2].split()[1] for line in missed]
+
+    assert check(("ordered", "")) == (0, [])
+    assert check(("late", "before")) == (1, ["launches", "calls", "waits", "held", "of"])
 
 
 def test_the_trace_has_each_stage_of_each_bucket(recorded, monkeypatch, tmp_path):
