@@ -179,6 +179,18 @@ def greet(me):
         me.exchange({1 - me.rank: b"hello"}, tag(), lane)
 
 
+class SilentFirst(proxy.Proxy):
+    """What takes the first call, and forwards nothing."""
+
+    silent = property(lambda self: self.accepted == 1, lambda self, value: None)
+
+
+def test_a_call_that_is_taken_and_leads_to_nobody_is_made_again(monkeypatch):
+    """As by a load balancer that does not know yet where the rank is."""
+    monkeypatch.setattr(proxy, "Proxy", SilentFirst)
+    Wires().run(greet, greet)
+
+
 def test_a_lane_that_nobody_drives_goes_on_after_a_cut():
     """A sender learns the progress of a receiver that waits for something else."""
     wires = Wires()
