@@ -22,13 +22,16 @@
 namespace pycomm {
 namespace {
 
+/// Throws Error for a timeout of a group in which nothing can be done.
+void check_timeout(int rank, Milliseconds timeout) {
+  if (timeout > Milliseconds(0)) return;
+  throw Error("rank " + std::to_string(rank) + ": the timeout of the group is " +
+              std::to_string(timeout.count()) + " ms; give one that is more than 0");
+}
+
 Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
                       const CommunicatorOptions& options) {
-  if (options.timeout <= Milliseconds(0)) {
-    throw Error("rank " + std::to_string(rank) + ": the timeout of the group is " +
-                std::to_string(options.timeout.count()) +
-                " ms; give one that is more than 0, in which all ranks can join");
-  }
+  check_timeout(rank, options.timeout);
   if (options.secret.substr(0, 5) == "file:") {
     throw Error("rank " + std::to_string(rank) +
                 ": the option secret is the secret itself; only PYCOMM_SECRET names a file");
@@ -165,7 +168,10 @@ class Communicator::Impl {
     return links.shares(hierarchical::rail(topology, 0)).begins();
   }
   Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
-  void set_timeout(Milliseconds timeout) { timeout_ = timeout.count(); }
+  void set_timeout(Milliseconds timeout) {
+    check_timeout(rank(), timeout);
+    timeout_ = timeout.count();
+  }
   /// Runs one collective: body(deadline), with the call's number in the tag.
   template <typename Body>
   void run(OpTag& tag, Milliseconds timeout, const Body& body) {

@@ -426,6 +426,8 @@ def test_what_is_no_time_is_refused(seconds):
         ):
             with pytest.raises(Error, match=r"the timeout is .* seconds; give a number"):
                 call()
+        with pytest.raises(Error, match="the timeout of the group is 0 ms; give one that is more"):
+            c.timeout = 0.0
 
     run(2, job)
     with pytest.raises(Error, match=r"the timeout is .* seconds; give a number"):
