@@ -28,7 +28,7 @@ from tests.compiling import run_preloaded
 from tests.ranks import attempt, good, on_threads
 from tests.soak.held import descriptors
 from tests.transports import proxy
-from tests.transports.ranks import SECONDS, threads
+from tests.transports.ranks import SECONDS
 from tests.transports.wire_peer import (
     CHALLENGE,
     CONTROL,
@@ -283,20 +283,10 @@ def test_a_changed_record_is_sent_again():
     assert len(changed) == 3
 
 
-def test_ranks_that_do_not_agree_are_told():
-    outcomes = threads(
-        2, lambda me: None, options=lambda rank: {"tls": ("off", "on")[rank]}, errors=True
-    )
-    for rank, error in enumerate(outcomes):
-        assert type(error) is Error
-        assert f"rank {rank} and rank {1 - rank}: only rank 1 encrypts" in str(error)
-        assert "PYCOMM_TLS" in str(error)
-
-
 @pytest.mark.parametrize("first", [frame(b"1234"), b"\x16\x03\x01" + bytes(500)])
 def test_who_knows_the_secret_and_speaks_plain_is_refused(first):
     rank_0 = RankZero(tls="on", timeout=3.0)
-    rank_0.publish_card("127.0.0.1:1 tls")
+    rank_0.publish_card()
     connection, verdict, _ = rank_0.join(hello(0xFFFF, tls=1))
     assert verdict == WELCOME
     connection.sendall(first)
