@@ -352,7 +352,6 @@ def exchange(me) -> None:
 
 def test_ranks_listen_on_free_ports_of_the_range(ports):
     first, last = ports
-    store = _C.Store.local()
     group = []
 
     def body(me):
@@ -363,7 +362,7 @@ def test_ranks_listen_on_free_ports_of_the_range(ports):
         taken.bind(("127.0.0.1", first))
         taken.listen()
         for _ in range(2):  # the second time connections of the first are in TIME_WAIT
-            threads(2, body, store=store, options={"ports": f"{first}-{last}"})
+            threads(2, body, options={"ports": f"{first}-{last}"})
     assert sorted(group) == [0, 0, 1, 1]
 
 
