@@ -185,11 +185,7 @@ int PeerDirectory::sockets_at(std::chrono::milliseconds round_trip) const {
 
 TcpListeners listen(const GroupOptions& options, bool one_host) {
   TcpListeners ours;
-  InterfaceRequest request;
-  request.names = options.interface;
-  request.store_host = env().master_addr;
-  request.one_host = one_host;
-  ours.interfaces = choose_interfaces(request);
+  ours.interfaces = choose_interfaces({options.interface, env().master_addr, one_host});
   const PortRange ports = parse_ports(options.ports);
   const std::vector<Address> advertised =
       one_host ? std::vector<Address>() : advertised_addresses(options, ours.interfaces.size());
