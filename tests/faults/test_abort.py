@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 
-from pycomm import _C, _test
+from pycomm import _C, _test, log
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, Timeout
 from tests.collectives.device import jobs as device
@@ -82,6 +82,25 @@ def test_abort_unblocks_everybody(way, wait, by):
     assert ended[0] - stopped[0] < BOUND
 
 
+@everywhere
+def test_a_request_is_done_when_its_group_has_failed(way):
+    """Its wait raises, and who only asks for the end would ask for ever."""
+
+    def job(c):
+        request = c.recv(np.ones(10), 1 - c.rank)
+        c.barrier()
+        if c.rank == 0:
+            c.abort("the user pressed stop")
+        end = time.monotonic() + 10
+        while not request.done():
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        with pytest.raises(Error, match="the user pressed stop"):
+            request.wait()
+
+    run(2, job, **WAYS[way])
+
+
 def test_abort_unblocks_a_rank_that_is_alone_and_may_be_repeated():
     with Communicator(Store.local(), 0, 1) as c:
         threading.Timer(0.05, c.abort, ("first",)).start()
@@ -137,15 +156,24 @@ def without_room(rank: int = 0, room: int = 4096) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
 
 
-def test_without_room_for_shared_memory_ranks_talk_by_tcp():
+def test_without_room_for_shared_memory_ranks_talk_by_tcp_and_say_why():
+    said: list[str] = []
+
+    def prepare(rank):
+        without_room()
+        log.logger.addFilter(lambda record: said.append(record.getMessage()) is None)
+
     def job(c):
         x = np.full(1000, c.rank + 1.0)
         c.all_reduce(x)
-        return c.describe(), float(x[0])
+        return c.describe(), float(x[0]), " ".join(said)
 
-    for how, total in run_processes(2, job, prepare=without_room, transport="auto"):
+    outcomes = run_processes(2, job, prepare=prepare, transport="auto")
+    for how, total, text in outcomes:
         assert "tcp to" in how
         assert total == 3
+        assert "shares no memory with the other ranks of its host" in text
+    assert "ulimit -f" in outcomes[0][2]
 
 
 def test_without_room_for_shared_memory_alone():

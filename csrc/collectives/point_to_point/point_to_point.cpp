@@ -40,7 +40,7 @@ class PointToPoint::Request final : public Transfer {
   bool done() override {
     check_process();
     std::lock_guard<std::mutex> lock(owner->mutex_);
-    return finished;
+    return finished || owner->closed_ || owner->failure_.happened();
   }
   void wait(Milliseconds asked) override {
     check_process();
