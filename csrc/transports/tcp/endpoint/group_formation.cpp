@@ -52,8 +52,8 @@ std::string silence(const Timeout& late) {
 
 /// The store of the other members. Any thread, after the group was formed.
 ///
-/// Answers come in the order of the questions. Rank 0 is not asked again after one that did not come
-/// in time.
+/// Answers come in the order of the questions. Rank 0 is not asked again after one that did not
+/// come in time.
 class RemoteStore final : public Store {
  public:
   RemoteStore(EndpointConnection connection, int64_t uuid, const Digest& list,

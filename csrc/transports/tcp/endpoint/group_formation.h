@@ -37,8 +37,8 @@ class EndpointConnection {
   EndpointConnection(const Handle& to, const std::string& given, const Deadline& deadline,
                      std::function<void()> interrupt);
 
-  /// Throw Error when the connection is gone, Timeout, and what `interrupt` throws. The next call goes
-  /// on where such a one has stopped.
+  /// Throw Error when the connection is gone, Timeout, and what `interrupt` throws. The next call
+  /// goes on where such a one has stopped.
   void send(const std::string& message, const Deadline& deadline);
   std::string receive(const Deadline& deadline);
   /// How long the connection and the greeting took, by round trips.
