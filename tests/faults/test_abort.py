@@ -24,10 +24,6 @@ from tests.extent import each_value
 from tests.faults.injection.rank import held, leaks
 from tests.ranks import attempt, in_child, on_processes, on_threads, run, run_processes
 
-# Seconds from abort() to the end of a wait. Waits poll every few milliseconds; a busy machine may
-# take longer to schedule them.
-BOUND = 2.0
-
 WAITS = {
     "all_reduce": lambda c: c.all_reduce(np.ones(10)),
     "coded": lambda c: c.all_reduce_coded(np.ones(10_000, np.float32), "quant"),
@@ -53,33 +49,26 @@ everywhere = pytest.mark.parametrize("way", ["window", "direct", "tcp"])
 @pytest.mark.parametrize("wait", WAITS)
 @pytest.mark.parametrize("by", ["same rank", "other rank"])
 def test_abort_unblocks_everybody(way, wait, by):
-    stopped, ended = [], []
     over = threading.Event()
-
-    def stop(c):
-        stopped.append(time.monotonic())
-        c.abort("the user pressed stop")
 
     def job(c):
         if c.rank == 1:
             if by == "other rank":
                 time.sleep(0.05)
-                stop(c)
+                c.abort("the user pressed stop")
             over.wait(10)
             with pytest.raises(Error, match="the user pressed stop"):
                 two_barriers(c)
             return None
         if by == "same rank":
-            threading.Timer(0.05, stop, (c,)).start()
+            threading.Timer(0.05, c.abort, ("the user pressed stop",)).start()
         with pytest.raises(Error, match="the user pressed stop"):
             WAITS[wait](c)
-        ended.append(time.monotonic())
         over.set()
         with pytest.raises(Error, match="the user pressed stop"):
             c.barrier()
 
-    run(2, job, **WAYS[way])
-    assert ended[0] - stopped[0] < BOUND
+    run(2, job, limit=20.0, timeout=60.0, **WAYS[way])  # nobody waits for the deadline
 
 
 @everywhere
@@ -381,18 +370,16 @@ def test_a_call_may_name_its_own_timeout(way, seconds, text):
     over = threading.Barrier(2)
 
     def job(c):
-        start = time.monotonic()
         try:
             if c.rank == 0:
                 c.barrier(timeout=seconds)
         finally:
-            took = time.monotonic() - start
             over.wait(10)
-            assert took < 2
 
-    error, _ = attempt(2, job, **WAYS[way])
+    error, waits = attempt(2, job, **WAYS[way])
     assert isinstance(error, Timeout)
     assert f"the timeout of {text}" in str(error)
+    assert waits is None
 
 
 # ------------------------------------------------------------------------------------------ endless
