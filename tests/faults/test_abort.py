@@ -74,10 +74,11 @@ def test_abort_unblocks_everybody(way, wait, by):
 @everywhere
 def test_a_request_is_done_when_its_group_has_failed(way):
     """Its wait raises, and who only asks for the end would ask for ever."""
+    posted = threading.Barrier(2)
 
     def job(c):
         request = c.recv(np.ones(10), 1 - c.rank)
-        c.barrier()
+        posted.wait(10)
         if c.rank == 0:
             c.abort("the user pressed stop")
         end = time.monotonic() + 10

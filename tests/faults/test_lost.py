@@ -274,7 +274,8 @@ def die() -> None:
 def test_a_death_during_the_rendezvous_is_named(tmp_path, transport):
     def job(store, rank):
         if rank == 0:
-            time.sleep(0.5)  # it joins late and still gets the error
+            store.get("default/here/1", LONG)
+            time.sleep(0.5)  # it joins when rank 1 is dead, and still gets the error
         if rank == 1:
             threading.Timer(0.2, die).start()
         Communicator(store, rank, 3, transport=transport, timeout=DEADLINE)
