@@ -21,6 +21,7 @@ from pycomm.errors import Error, PeerLost
 from tests.ranks import in_processes, on_processes, run_processes
 from tests.soak.held import descriptors
 
+
 def ours():
     """Return the descriptors of a group over shared memory."""
     return [fd for fd, link in descriptors().items() if "memfd:pycomm" in link or "pidfd" in link]
