@@ -360,7 +360,7 @@ class Communicator:
 
         Args:
             input: the parts one after another, or a list of arrays, one per rank.
-            out: likewise, of the same dtype.
+            out: likewise, of the same dtype; may be ``input``.
             send_counts: elements of each part of ``input``; None: equal parts.
             recv_counts: elements of each part of ``out``; None: equal parts.
             timeout: seconds.

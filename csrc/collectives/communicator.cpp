@@ -22,13 +22,16 @@
 namespace pycomm {
 namespace {
 
+/// Throws Error for a timeout of a group in which nothing can be done.
+void check_timeout(int rank, Milliseconds timeout) {
+  if (timeout > Milliseconds(0)) return;
+  throw Error("rank " + std::to_string(rank) + ": the timeout of the group is " +
+              std::to_string(timeout.count()) + " ms; give one that is more than 0");
+}
+
 Rendezvous rendezvous(std::shared_ptr<Store> store, int rank, int size,
                       const CommunicatorOptions& options) {
-  if (options.timeout <= Milliseconds(0)) {
-    throw Error("rank " + std::to_string(rank) + ": the timeout of the group is " +
-                std::to_string(options.timeout.count()) +
-                " ms; give one that is more than 0, in which all ranks can join");
-  }
+  check_timeout(rank, options.timeout);
   if (options.secret.substr(0, 5) == "file:") {
     throw Error("rank " + std::to_string(rank) +
                 ": the option secret is the secret itself; only PYCOMM_SECRET names a file");
@@ -51,18 +54,32 @@ std::shared_ptr<Trace> make_trace(int rank, int size, const CommunicatorOptions&
   return Trace::make(std::move(owner));
 }
 
-/// Contribution of a rank to a reduction: its data, or for a premul_sum its data times its own
-/// factor. Factors differ between ranks, so each rank scales its own data before another rank can
-/// see the first byte. From there on a premul_sum is a sum (core/reduce.h), whatever way the data
-/// take. The product is rounded to the dtype, in which it travels.
+/// True if a part that an all_to_all receives lies where one is that it sends.
+bool parts_meet(const Collective& call, int ranks) {
+  const auto meet = [](const Span<const uint8_t>& a, const Span<uint8_t>& b) {
+    return a.size > 0 && b.size > 0 && a.begin() < b.end() && b.begin() < a.end();
+  };
+  for (int r = 0; r < ranks * ranks; r++) {
+    if (meet(call.in[r / ranks], call.out[r % ranks])) return true;
+  }
+  return false;
+}
+
+/// What a rank brings to a call: its data, or a copy of them.
 ///
-/// It owns the memory of products, so it outlives the operation that reads them.
+/// Of a premul_sum that is its data times its own factor. Factors differ between ranks, so each
+/// rank scales its own data before another rank can see the first byte. From there on a premul_sum
+/// is a sum (core/reduce.h), whatever way the data take. The product is rounded to the dtype, in
+/// which it travels. Of an all_to_all in place it is what would be overwritten before it is sent.
+///
+/// It owns the memory of copies, so it outlives the operation that reads them.
 class Contribution {
  public:
   /// Returns the call with our contribution as its input. The product of one buffer lies where the
   /// caller wants the result, if he wants one: after an error its contents are undefined anyway.
   Collective of(Collective call, int ranks) {
-    if (call.redop != ReduceOp::premul_sum || !call.reduces()) return call;
+    const bool scales = call.redop == ReduceOp::premul_sum && call.reduces();
+    if (!scales && (call.op != Op::all_to_all || !parts_meet(call, ranks))) return call;
     const size_t element = size_of(call.dtype);
     if (!call.has_in_parts()) {
       const size_t numel = call.in.numel(0);
@@ -74,7 +91,8 @@ class Contribution {
     uint8_t* place = room(call.bytes(ranks));
     const uint8_t* const begin = place;
     for (int r = 0; r < ranks; r++) {
-      scale(call.dtype, call.in[r].data, place, call.in.numel(r), call.factor);
+      if (scales) scale(call.dtype, call.in[r].data, place, call.in.numel(r), call.factor);
+      if (!scales) copy_bytes(place, call.in[r].data, call.in.bytes(r));
       list_.push_back({place, call.in.numel(r)});
       place += call.in.bytes(r);
     }
@@ -85,11 +103,11 @@ class Contribution {
 
  private:
   uint8_t* room(size_t bytes) {
-    product_.reset(new uint8_t[bytes]);
-    return product_.get();
+    copy_.reset(new uint8_t[bytes]);
+    return copy_.get();
   }
 
-  std::unique_ptr<uint8_t[]> product_;
+  std::unique_ptr<uint8_t[]> copy_;
   std::vector<ConstPart> list_;
 };
 
@@ -165,7 +183,10 @@ class Communicator::Impl {
     return links.shares(hierarchical::rail(topology, 0)).begins();
   }
   Milliseconds timeout() const { return Milliseconds(timeout_.load()); }
-  void set_timeout(Milliseconds timeout) { timeout_ = timeout.count(); }
+  void set_timeout(Milliseconds timeout) {
+    check_timeout(rank(), timeout);
+    timeout_ = timeout.count();
+  }
   /// Runs one collective: body(deadline), with the call's number in the tag.
   template <typename Body>
   void run(OpTag& tag, Milliseconds timeout, const Body& body) {

@@ -49,7 +49,7 @@ struct SharedTag {
 };
 
 /// RankState that its rank keeps up to date with a few stores per call. One thread at a time calls
-/// begin() and end(), one at a time wait_for() and wait_over().
+/// begin() and end(), one at a time wait_for().
 struct SharedRankState {
   SharedTag call;
   std::atomic<uint64_t> completed;  ///< number, and the op in the low byte
@@ -59,8 +59,8 @@ struct SharedRankState {
   void end(const OpTag& tag) {
     completed.store(tag.seq << 8 | static_cast<uint8_t>(tag.op), std::memory_order_relaxed);
   }
+  /// Op::none: for nothing any more.
   void wait_for(const OpTag& tag) { waits.store(tag); }
-  void wait_over() { waits.store(OpTag()); }
 
   RankState load() const {
     RankState rank_state;

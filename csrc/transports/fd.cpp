@@ -11,7 +11,6 @@
 #include <system_error>
 #include <utility>
 
-#include "core/descriptor.h"
 #include "core/error.h"
 
 namespace pycomm {
@@ -64,6 +63,14 @@ class Registry {
 };
 
 }  // namespace
+
+int beyond_streams(int fd) {
+  if (fd < 0 || fd > STDERR_FILENO) return fd;
+  const int moved = ::fcntl(fd, F_DUPFD_CLOEXEC, STDERR_FILENO + 1);
+  if (moved < 0) return fd;  // no number is left
+  ::close(fd);
+  return moved;
+}
 
 Fd::Fd(int fd, Scope scope) : fd_(beyond_streams(fd)) {
   if (fd_ >= 0 && scope == Scope::process) Registry::get().add(fd_);

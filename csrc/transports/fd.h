@@ -29,6 +29,10 @@ class Fd {
   int fd_ = -1;
 };
 
+/// Returns a descriptor that has none of the numbers of standard streams: in a process that has
+/// closed its streams the kernel gives these to the next files, and whatever a library then prints
+/// as a warning would be written to a socket or to shared memory. Takes one that the caller owns.
+int beyond_streams(int fd);
 /// True if the process, or its machine, has no free descriptor. That may pass.
 inline bool lacks_descriptor(int error) { return error == EMFILE || error == ENFILE; }
 /// Returns "Connection refused" and the like. Where no descriptor is free it says which limit is

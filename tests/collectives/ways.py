@@ -215,6 +215,8 @@ def check_everything(c, results, who=lambda rank: False, factors=()):
         x, out = place(wide), place(np.zeros_like(wide))
         c.all_to_all(x, out)
         assert np.array_equal(out, np.concatenate([w[own] for w in of.wide]))
+        c.all_to_all(x, x)
+        assert np.array_equal(x, out)
 
         x = place(mine)
         c.broadcast(x, root)

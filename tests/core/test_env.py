@@ -75,6 +75,7 @@ def test_every_variable_is_read():
         ("PYCOMM_PORTS", "1-65536", "from 1 to 65535"),
         ("PYCOMM_PORTS", "29600-", "or one port"),
         ("PYCOMM_PORTS", "a-b", "or one port"),
+        ("PYCOMM_PORTS", "1-2-3", "or one port"),
         ("PYCOMM_TLS", "1", "auto, on, off"),
         ("PYCOMM_TIMEOUT", "-1", "seconds"),
         ("PYCOMM_TIMEOUT", "nan", "seconds"),

@@ -10,9 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -249,9 +247,9 @@ def test_an_abort_counts_from_its_start(c):
 # Failures while a group is made: every rank gets an error at once, with the reason and the rank.
 
 
-SOON = 2.0
-"""Seconds; ten times what is needed, since other tests may keep the machine busy."""
 LONG = 20.0
+"""Seconds after which a test fails. Groups have longer: no error may wait for their deadline."""
+DEADLINE = 3 * LONG
 ROOT = Path(__file__).parents[2]
 
 
@@ -268,16 +266,6 @@ def outcomes(tmp_path: Path, size: int, job) -> list[tuple[str, int | None, str]
     return in_processes(size, main, LONG)
 
 
-@contextmanager
-def soon() -> Iterator[None]:
-    """Check that the block ends soon, whether it raises or not."""
-    start = time.monotonic()
-    try:
-        yield
-    finally:
-        assert time.monotonic() - start < SOON
-
-
 def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -286,11 +274,11 @@ def die() -> None:
 def test_a_death_during_the_rendezvous_is_named(tmp_path, transport):
     def job(store, rank):
         if rank == 0:
-            time.sleep(0.5)  # it joins late and still gets the error
+            store.get("default/here/1", LONG)
+            time.sleep(0.5)  # it joins when rank 1 is dead, and still gets the error
         if rank == 1:
             threading.Timer(0.2, die).start()
-        with soon():
-            Communicator(store, rank, 3, transport=transport, timeout=LONG)
+        Communicator(store, rank, 3, transport=transport, timeout=DEADLINE)
 
     first, second, third = outcomes(tmp_path, 3, job)
     assert second is None
@@ -304,15 +292,14 @@ def test_a_group_knows_of_deaths_while_another_is_made_from_it(tmp_path):
     """Each rank acts as if on a host of its own, so no rank sees another's process."""
 
     def job(store, rank):
-        options = {"nodes": range(3), "timeout": LONG}
+        options = {"nodes": range(3), "timeout": DEADLINE}
         world = Communicator(store, rank, 3, **options)
         world.all_reduce(np.ones(3))
         if rank == 1:
             die()
         ranks = [2, 1, 0]
         options |= {"group": "backwards", "parent": world, "parent_ranks": ranks}
-        with soon():
-            Communicator(store, ranks.index(rank), 3, **options)
+        Communicator(store, ranks.index(rank), 3, **options)
 
     first, _, third = outcomes(tmp_path, 3, job)
     for facts in (first, third):
@@ -337,13 +324,12 @@ def test_abort_of_the_parent_ends_the_rendezvous_for_all(transport):
                 return  # it never joins the second rendezvous
             if c.rank == 1:
                 threading.Thread(target=abort, args=(c,)).start()
-            with soon():
-                Communicator(store, c.rank, 3, parent=c, transport=transport, **second)
+            Communicator(store, c.rank, 3, parent=c, transport=transport, **second)
         finally:
             over.wait(LONG)
 
-    store, second = Store.local(), {"group": "second", "timeout": LONG}
-    *told, silent = attempt(3, job, transport=transport)
+    store, second = Store.local(), {"group": "second", "timeout": DEADLINE}
+    *told, silent = attempt(3, job, limit=LONG, transport=transport)
     assert silent is None
     for error in told:
         assert isinstance(error, Error), error
@@ -360,8 +346,7 @@ def test_a_signal_ends_the_wait_for_others_and_they_hear_of_it(tmp_path):
             # A shell starts background jobs with SIGINT ignored, and these tests may be such a job.
             signal.signal(signal.SIGINT, signal.default_int_handler)
             threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
-        with soon():
-            Communicator(store, rank, 3, timeout=LONG)
+        Communicator(store, rank, 3, timeout=DEADLINE)
 
     first, second, _ = outcomes(tmp_path, 3, job)
     assert first[0] == "KeyboardInterrupt"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -264,6 +266,27 @@ def test_both_ends_of_a_receive_that_nobody_sends_to(way):
         "  rank 1: in recv of 40 bytes from rank 0 (tag 4), last completed barrier #1\n"
         "  rank 2: in all_reduce #2 (sum of 10 float32), last completed barrier #1"
     }
+
+
+@ways
+def test_what_several_threads_of_a_rank_wait_for(way):
+    """One that has what it waited for leaves the others' to be seen."""
+
+    def job(c):
+        c.barrier()
+        if c.rank == 0:
+            waits = [c.recv(ones(2), 1, tag=tag).wait for tag in (1, 2)]
+            with ThreadPoolExecutor(2) as threads:
+                first, second = map(threads.submit, waits)
+                first.result()
+                second.result()
+        time.sleep(0.2)
+        c.send(ones(2), 0, tag=1).wait()
+        time.sleep(0.2)
+        c.recv(ones(3), 0, tag=3).wait(0.3)
+
+    for text in texts_of(attempt(2, job, **WAYS[way]), Timeout):
+        assert "  rank 0: in recv of 8 bytes from rank 1 (tag 2), last completed barrier" in text
 
 
 @ways

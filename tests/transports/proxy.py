@@ -13,6 +13,7 @@ from typing import Any
 
 from pycomm import _C
 from pycomm.communicator import Communicator
+from tests.ranks import on_threads
 from tests.transports.ranks import OUTSIDE
 
 TIMEOUT = 30.0
@@ -188,32 +189,29 @@ def run(
     """Run ``job(communicator, network)`` on threads, while ``weather(network)`` is called
     repeatedly; return what each rank returned or raised."""
     network = Network(size, "default")
-    outcomes: list[Any] = [None] * size
     # Bind as between hosts, although there is only one.
     options = {"transport": "tcp", "timeout": TIMEOUT, **OUTSIDE, **options}
-    met = threading.Event()  # before, some weather ends a rendezvous
+    met, over = threading.Event(), threading.Event()  # before, some weather ends a rendezvous
     together = threading.Barrier(size, met.set)
 
-    def rank_main(rank: int) -> None:
-        try:
-            with Communicator(network.stores[rank], rank, size, **options) as communicator:
-                together.wait()
-                outcomes[rank] = job(communicator, network)
-        except Exception as error:
-            outcomes[rank] = error
+    def rank_main(rank: int) -> Any:
+        with Communicator(network.stores[rank], rank, size, **options) as communicator:
+            together.wait()
+            return job(communicator, network)
 
-    threads = [threading.Thread(target=rank_main, args=(r,), daemon=True) for r in range(size)]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + 2 * TIMEOUT
-    while any(thread.is_alive() for thread in threads) and time.monotonic() < end:
-        if not met.is_set() or len(network.proxies) < size:
-            time.sleep(0.01)
-            continue
-        with network.weather:
-            if not network.calm:
-                weather(network)
-        time.sleep(0.01 if network.calm else 0)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    network.close()
-    return outcomes
+    def disturb() -> None:
+        while not over.wait(0.001):
+            if not met.is_set() or len(network.proxies) < size:
+                continue
+            with network.weather:
+                if not network.calm:
+                    weather(network)
+
+    disturber = threading.Thread(target=disturb, daemon=True)
+    disturber.start()
+    try:
+        return on_threads(range(size), rank_main, 2 * TIMEOUT)
+    finally:
+        over.set()
+        disturber.join(TIMEOUT)
+        network.close()

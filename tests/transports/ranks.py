@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import count
 from typing import Any
 
 from pycomm import _C, _test
-from tests.ranks import good, in_processes, on_threads
+from tests.ranks import attempt, good, in_processes, run
 
 SECONDS = 30.0  # far beyond what any step needs; a test that waits this long has failed
 COLLECTIVE, POINT_TO_POINT = 0, 1
-SERIAL = count()
 # An address of this host beside those of loopback, if it has one: payloads that travel by it are
 # checked.
 OUTER = next((ip for name, ip in _C.interfaces() if name != "lo" and ":" not in ip), None)
@@ -80,30 +79,18 @@ def pattern(size: int, seed: int) -> bytes:
     return (period * (size // 4093 + 1))[:size]
 
 
-def run_rank(
-    kind: str, store: Any, group: str, rank: int, size: int, body: Body, options: Any
-) -> Any:
-    """Return the result of `body`, or its exception."""
-    transport = None
+@contextmanager
+def transport(store: Any, rank: int, size: int, *, kind: str, **options: Any) -> Iterator[Rank]:
+    """Make a rank of a group, whose transport is closed at the end."""
+    made = _test.Transport(kind, store, "group", rank, size, **{"timeout": SECONDS, **options})
     try:
-        options = {"timeout": SECONDS, **(options(rank) if callable(options) else options)}
-        transport = _test.Transport(kind, store, group, rank, size, **options)
-        return body(Rank(rank, size, transport))
-    except BaseException as error:
-        return error
+        yield Rank(rank, size, made)
     finally:
-        if transport is not None:
-            transport.close()
+        made.close()
 
 
 def threads(
-    size: int,
-    body: Body,
-    *,
-    kind: str = "tcp",
-    store: Any = None,
-    errors: bool = False,
-    options: Any = None,
+    size: int, body: Body, *, kind: str = "tcp", errors: bool = False, options: Any = None
 ) -> list[Any]:
     """Run `body` on ranks that are threads; return the results in the order of ranks.
 
@@ -111,14 +98,9 @@ def threads(
         options: keyword arguments of the transport, or a function from the rank to them.
         errors: return ranks' exceptions as their results, instead of raising the first.
     """
-    store = store or _C.Store.local()
-    group = f"group {next(SERIAL)}"
-
-    def target(rank: int) -> Any:
-        return run_rank(kind, store, group, rank, size, body, options or {})
-
-    outcomes = on_threads(range(size), target, 10 * SECONDS)
-    return outcomes if errors else good(outcomes)
+    of_rank = options if callable(options) else lambda rank: options or {}
+    how = {"limit": 10 * SECONDS, "member": transport, "of_rank": of_rank, "kind": kind}
+    return (attempt if errors else run)(size, body, **how)
 
 
 def processes(
@@ -134,11 +116,14 @@ def processes(
 
     ``prepare(rank)`` runs in the process before the rendezvous.
     """
-    group = f"group {next(SERIAL)}"
 
     def target(rank: int) -> Any:
         prepare(rank)
-        return run_rank(kind, _C.Store.file(folder), group, rank, size, body, options or {})
+        try:
+            with transport(_C.Store.file(folder), rank, size, kind=kind, **(options or {})) as me:
+                return body(me)
+        except BaseException as error:
+            return error
 
     with tempfile.TemporaryDirectory() as folder:
         outcomes = in_processes(size, target, 10 * SECONDS)

@@ -456,10 +456,6 @@ def test_a_false_node_is_refused(word):
 # ------------------------------------------------------------------ the key
 
 
-def test_the_key_of_a_secret_is_its_scrypt():
-    assert _test.seal(SECRET, "g", "name", "value") == sealed("name", b"value", KEY, "g")
-
-
 def test_a_short_secret_is_warned_of_once(caplog):
     waits, options = [], _C.CommunicatorOptions()
     options.secret, options.tls = SECRET, "off"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -14,7 +15,8 @@ import pytest
 import pycomm.errors
 from pycomm import _C, _test
 from tests.extent import each_value
-from tests.ranks import good, on_threads
+from tests.ranks import good, in_processes, on_threads
+from tests.transports.proxy import TICK, Proxy
 
 
 @pytest.fixture(params=["local", "file"])
@@ -111,16 +113,35 @@ def test_an_exchange_names_all_that_did_not_come(size, appends):
         assert re.search(r"did not come \(topic\): .*\b1\b.*\b" + f"{size - 1}$", text)
 
 
-@pytest.mark.parametrize("silent_first", [True, False])
-def test_a_lent_store_is_found_beside_an_address_that_does_not_answer(silent_first):
-    """As one of IPv6 is where a name has two, and only IPv4 is routed. Rank 0 starts last."""
+def other_address(kind: str, ends: contextlib.ExitStack) -> str:
+    """Return an address where rank 0 is not."""
+    if kind == "no route":
+        return "255.255.255.255:9"
+    backlog = 0 if kind == "full queue" else 99
+    listener = ends.enter_context(socket.create_server(("127.0.0.2", 0), backlog=backlog))
+    for _ in range(3 if kind == "full queue" else 0):
+        caller = ends.enter_context(socket.socket())
+        caller.setblocking(False)
+        caller.connect_ex(listener.getsockname())
+
+    def hang_up():
+        with contextlib.suppress(OSError):  # the listener is closed
+            while True:
+                listener.accept()[0].close()
+
+    if kind == "stranger":
+        threading.Thread(target=hang_up, daemon=True).start()
+        ends.callback(listener.shutdown, socket.SHUT_RDWR)
+    return f"127.0.0.2:{listener.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("kind", ["full queue", "silent", "stranger", "no route"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_lent_store_is_found_beside_an_address_that_leads_elsewhere(kind, first):
+    """As one of IPv6 where a name has two, and only IPv4 is routed. Rank 0 starts last."""
     options, made = _C.CommunicatorOptions(), []
     with contextlib.ExitStack() as ends:
-        silent = ends.enter_context(socket.create_server(("127.0.0.2", 0), backlog=0))
-        for _ in range(3):  # its queue is full
-            caller = ends.enter_context(socket.socket())
-            caller.setblocking(False)
-            caller.connect_ex(silent.getsockname())
+        other = other_address(kind, ends)
         with socket.create_server(("127.0.0.1", 0)) as free:
             address = f"127.0.0.1:{free.getsockname()[1]}"
 
@@ -130,11 +151,35 @@ def test_a_lent_store_is_found_beside_an_address_that_does_not_answer(silent_fir
 
         late = threading.Timer(1.0, lend)
         late.start()
-        both = [f"127.0.0.2:{silent.getsockname()[1]}", address]
-        where = ",".join(both if silent_first else both[::-1])
+        where = ",".join([other, address] if first else [address, other])
         found = _C.Store.find(where, 0, 1, options, 20.0)
         assert found.get("key", 6.0) == b"value"
         late.join()
+
+
+def interrupted(rank: int) -> bytes:
+    """Return the answer to a question after one whose wait a signal has ended."""
+    options = _C.CommunicatorOptions()
+    options.interface = "lo"
+    endpoint = _C.StoreEndpoint("", options)
+    lent = endpoint.lend(0)
+    for key in ("first", "second"):
+        lent.set(key, key)
+    head, _, port = endpoint.handle.rpartition(":")
+    between = Proxy(("127.0.0.1", int(port)))
+    found = _C.Store.find(f"{head}:{between.address[1]}", 0, 1, options, 20.0)
+    between.held = True
+    time.sleep(3 * TICK)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    with pytest.raises(KeyboardInterrupt):
+        found.get("first", 10)
+    between.held = False
+    return found.get("second", 5)
+
+
+def test_the_answer_to_a_question_that_a_signal_has_ended_is_not_that_of_the_next():
+    assert in_processes(1, interrupted, 60.0) == [b"second"]
 
 
 def test_folder_that_cannot_be_made_is_named(tmp_path):

@@ -120,10 +120,10 @@ class RankZero:
         ip, port = card.split(" ")[0].rsplit(":", 1)
         self.address = ip, int(port)
 
-    def publish_card(self, card: str = "127.0.0.1:1") -> None:
+    def publish_card(self) -> None:
         """Publish rank 1's address, to which rank 0 does not connect."""
         name = f"tcp-card/1/{self.session}"
-        self.store.set(f"{GROUP}/tcp-card/1", sealed(name, card.encode()))
+        self.store.set(f"{GROUP}/tcp-card/1", sealed(name, b"127.0.0.1:1"))
 
     def proof(self, role: str, hello: bytes, challenge: bytes, key: bytes = KEY) -> bytes:
         label = f"{GROUP}/{self.session}"

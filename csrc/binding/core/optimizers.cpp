@@ -5,7 +5,6 @@
 #include <tuple>
 
 #include "binding/core/arguments.h"
-#include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "core/arithmetic.h"
 #include "optim/moments.h"

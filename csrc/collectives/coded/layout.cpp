@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <numeric>
 
-#include "collectives/common/schedule.h"
 
 namespace pycomm::coded {
 namespace {

@@ -5,7 +5,6 @@
 #include <string>
 
 #include "collectives/common/links.h"
-#include "collectives/common/topology.h"
 #include "core/op.h"
 
 namespace pycomm {

@@ -1,21 +1,44 @@
-// Links: what the ranks of a group know of the network between them, equal on all ranks, and what
-// follows from it: the shares of owners and the prices of algorithms. docs/networks.md derives
-// both.
+// What the ranks of a group know of where they are, equal on all ranks, so that all make the same
+// choices. Topology: which of them share memory. Links: the network between them, and what follows
+// from it: the shares of owners and the prices of algorithms. docs/networks.md derives both.
 #pragma once
 #include <string>
 #include <vector>
 
-#include "collectives/common/shares.h"
+#include "collectives/common/schedule.h"
 #include "core/env.h"
 
 namespace pycomm {
+
+class Topology {
+ public:
+  Topology() = default;
+  /// `first[r]` is the lowest rank of the node of rank r.
+  explicit Topology(const std::vector<int>& first);
+
+  int ranks() const { return static_cast<int>(place_.size()); }
+  /// Number of nodes. Nodes are in the order of their lowest ranks; the ranks of a node ascend.
+  int nodes() const { return static_cast<int>(nodes_.size()); }
+  const std::vector<int>& node(int index) const { return nodes_[index]; }
+  int node_of(int rank) const { return node_[rank]; }
+  /// Place of a rank in its node.
+  int place_of(int rank) const { return place_[rank]; }
+  /// Number of ranks of the smallest node.
+  int narrowest() const;
+  /// True if there are several nodes, one of them with several ranks.
+  bool has_levels() const { return nodes() > 1 && nodes() < ranks(); }
+
+ private:
+  std::vector<std::vector<int>> nodes_;
+  std::vector<int> node_;
+  std::vector<int> place_;
+};
 
 /// Speed of the network as far as it is known; 0: not known, counted as fast.
 struct Speed {
   double way = 0;   ///< seconds that a message travels to the farthest rank
   double byte = 0;  ///< seconds of a byte on the slowest rank's link
-  double shared =
-      0;  ///< bytes of the slowest rank in two shots with the best shares, of one buffer
+  double shared = 0;  ///< bytes of the slowest rank in two shots of one buffer, by the best shares
 };
 
 /// Returns the shares with which two shots of ranks at these rates (bytes per second, the slower

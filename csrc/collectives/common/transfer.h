@@ -11,6 +11,7 @@ namespace pycomm {
 class PYCOMM_API Transfer {
  public:
   virtual ~Transfer() = default;
+  /// True once wait() does not wait: also when the group has failed or is closed, and it throws.
   virtual bool done() = 0;
   /// Throws Timeout, PeerLost or Error. A timeout of 0 means the group's.
   virtual void wait(Milliseconds timeout = {}) = 0;

@@ -3,7 +3,16 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <cmath>
 #include <thread>
+
+#include "collectives/group/membership.h"
+#include "core/decimal.h"
+#include "core/env.h"
+#include "transports/openssl.h"
+#include "transports/shm/window.h"
+#include "transports/tcp/connect/handshake.h"
+#include "transports/tcp/transport.h"
 
 namespace pycomm {
 namespace {
@@ -23,8 +32,235 @@ constexpr uint64_t kTicksBetweenLinks = 2'000'000'000;
 // within a few milliseconds and a round trip; ranks that compute do not.
 constexpr Milliseconds kSurvey{200};
 constexpr Milliseconds kSurveyStep{2};
+// Stages of a wait: so many polls yield, then it sleeps.
+constexpr int kYields = 32;
+
+std::string numbers(const std::vector<int>& list) {
+  std::string text;
+  for (const int number : list) text += (text.empty() ? "" : ",") + std::to_string(number);
+  return text;
+}
+
+// What a rank runs: with it the text begins that must be equal on all ranks.
+std::string build_text() {
+  return "pycomm=" PYCOMM_VERSION " wire=" + std::to_string(tcp::kWireVersion);
+}
+
+// Returns "0.1.0 (wire 8)" of a text that begins as build_text(); else what it begins with.
+std::string build_of(const std::string& text) {
+  const std::string build = text.substr(0, text.find(" size="));
+  const std::string before = "pycomm=", between = " wire=";
+  const size_t at = build.find(between);
+  if (build.compare(0, before.size(), before) != 0 || at == std::string::npos) return build;
+  return build.substr(before.size(), at - before.size()) + " (wire " +
+         build.substr(at + between.size()) + ")";
+}
+
+// Returns everything that must be equal on all ranks before a byte can travel.
+std::string compatibility_text(const Rendezvous& rendezvous, const CommunicatorOptions& options) {
+  std::string text = build_text() + " size=" + std::to_string(rendezvous.size) +
+                     " transport=" + options.transport + " algo=" + options.algo +
+                     " segment_bytes=" + std::to_string(options.segment_bytes);
+  if (options.transport != "shm") {
+    text += " sockets=" + (options.sockets == 0 ? "auto" : std::to_string(options.sockets)) +
+            " tls=" + (encrypts(options) ? "on" : "off");
+  }
+  if (!options.sites.empty()) text += " sites=" + numbers(options.sites);
+  if (options.nodes.empty()) return text;
+  return text + " nodes=" + numbers(options.nodes);
+}
+
+// Returns the ranks that may share memory with this one: all, or those that a test declares.
+std::vector<int> near(const Rendezvous& rendezvous, const std::vector<int>& nodes) {
+  if (nodes.empty()) return all_ranks(rendezvous);
+  if (static_cast<int>(nodes.size()) != rendezvous.size) {
+    throw Error(std::to_string(nodes.size()) + " nodes are declared for " +
+                std::to_string(rendezvous.size) + " ranks; declare one for each rank");
+  }
+  std::vector<int> ranks;
+  for (int r = 0; r < rendezvous.size; r++) {
+    if (nodes[r] == nodes[rendezvous.rank]) ranks.push_back(r);
+  }
+  return ranks;
+}
+
+constexpr char kNodeTopic[] = "node";
+
+// Agrees on the topology: every rank publishes the lowest rank of its node.
+Topology agree_on_topology(const Rendezvous& rendezvous, int lowest) {
+  const std::vector<std::string> words =
+      all_gather_values(rendezvous, kNodeTopic, all_ranks(rendezvous), std::to_string(lowest));
+  std::vector<int> first;
+  for (size_t r = 0; r < words.size(); r++) {
+    std::string_view rest = words[r];
+    double lowest = -1;
+    const bool number = take_decimal(rest, lowest) && rest.empty();
+    const int rank = static_cast<int>(r);
+    const bool known = number && lowest >= 0 && lowest <= rank;
+    first.push_back(known ? static_cast<int>(lowest) : rank);
+    if (known && first[static_cast<size_t>(first.back())] == first.back()) continue;
+    throw Error("rank " + std::to_string(rendezvous.rank) + ": rank " + std::to_string(rank) +
+                " says that the first rank of its node is \"" + words[r].substr(0, 40) +
+                "\", which is no such rank; install the same pycomm on all ranks");
+  }
+  return Topology(first);
+}
+
+constexpr char kLinkTopic[] = "link";
+// A store that answers in less than this is on our host or the next one. Of two ranks that are a
+// millisecond from each other, one is half of that or more from the store.
+constexpr std::chrono::microseconds kNearStore(500);
+// In larger groups round trips are not exchanged: n * n of them would be.
+constexpr int kMostRoundTrips = 256;
+
+// Returns what this rank publishes of its link: "sends receives", in bytes per second, and whether
+// it is far from the store.
+std::string link_value(const Rendezvous& rendezvous, const CommunicatorOptions& options) {
+  const LinkRate rate = parse_link_rate(options.link);
+  const bool far = rendezvous.store->round_trip() >= kNearStore;
+  return decimal_text(rate.send) + " " + decimal_text(rate.receive) + (far ? " far" : " near");
+}
+
+Links declared_links(const std::vector<std::string>& values, bool& far) {
+  std::vector<LinkRate> rates(values.size());
+  for (size_t r = 0; r < values.size(); r++) {
+    std::string_view rest = values[r];
+    for (double* rate : {&rates[r].send, &rates[r].receive}) {
+      if (!take_decimal(rest, *rate) || !std::isfinite(*rate) || *rate < 0) {
+        throw Error("rank " + std::to_string(r) + " says \"" + values[r].substr(0, 40) +
+                    "\" instead of the rates of its link; install the same pycomm on all ranks");
+      }
+      rest.remove_prefix(std::min<size_t>(1, rest.size()));  // the space behind it
+    }
+    far = far || rest == "far";
+  }
+  return Links(rates);
+}
+
+// Every rank publishes that it is here and what it expects. This is done before any transport
+// starts, so that an absent rank is named and no rank sends to one that would not understand.
+void bootstrap(const Rendezvous& rendezvous, const CommunicatorOptions& options,
+               Membership& membership, ShmSetup& shm, TcpSetup& tcp) {
+  const std::string ours = compatibility_text(rendezvous, options);
+  if (options.transport != "tcp") shm.announce(rendezvous);
+  if (options.transport != "shm") {
+    tcp.announce(rendezvous, !options.parent || options.parent->uses_network());
+  }
+  announce(rendezvous, kLinkTopic, link_value(rendezvous, options));
+  const std::vector<std::string> values = all_gather_values(
+      rendezvous, Membership::kTopic, all_ranks(rendezvous), membership.first_value(ours));
+  for (int r = 0; r < rendezvous.size; r++) {
+    const std::string theirs = membership.add(r, values[static_cast<size_t>(r)]);
+    if (theirs == ours) continue;
+    if (build_of(theirs) != build_of(ours)) {
+      throw WireMismatch("rank " + std::to_string(rendezvous.rank) + " runs pycomm " +
+                         build_of(ours) + ", rank " + std::to_string(r) + " runs " +
+                         build_of(theirs).substr(0, 40) +
+                         "; install the same version on all hosts");
+    }
+    throw WireMismatch("rank " + std::to_string(rendezvous.rank) + " has the options \"" + ours +
+                       "\", rank " + std::to_string(r) + " has \"" + theirs +
+                       "\"; start all ranks with the same options");
+  }
+}
 
 }  // namespace
+
+ChannelMesh::ChannelMesh(Rendezvous rendezvous, const CommunicatorOptions& options,
+                         Failure& failure)
+    : rank_(rendezvous.rank), size_(rendezvous.size), failure_(failure), by_rank_(size_, nullptr) {
+  for (auto& links : links_) links.resize(size_);
+  topology_ = Topology(std::vector<int>(size_, 0));
+  if (size_ == 1) return;
+
+  Membership membership(rendezvous, options);
+  rendezvous.interrupt_check = [&membership] { membership.interrupt_check(); };
+  try {
+    connect(rendezvous, options, membership);
+    membership.leave();
+    // What was given to all ranks is not in the store; else who reads it later could join.
+    const bool by_tcp = std::any_of(transports_.begin(), transports_.end(),
+                                    [](const auto& each) { return each->name() == "tcp"; });
+    if (by_tcp && options.secret.empty()) {
+      forget(rendezvous, {Membership::kTopic, tcp::kCardTopic});
+    }
+  } catch (...) {
+    membership.give_up(std::current_exception());
+  }
+}
+
+void ChannelMesh::connect(const Rendezvous& rendezvous, const CommunicatorOptions& options,
+                          Membership& membership) {
+  ShmSetup shm;
+  TcpSetup tcp(options);
+  bootstrap(rendezvous, options, membership, shm, tcp);
+  const std::vector<std::string> links =
+      all_gather_values(rendezvous, kLinkTopic, all_ranks(rendezvous), "");  // announced
+  links_between_ = declared_links(links, may_be_far_);
+  const std::string& wanted = options.transport;
+  const auto add = [&](std::unique_ptr<Transport> transport) {
+    if (!transport) return;
+    for (int r = 0; r < size_; r++) {
+      if (r != rank_ && !by_rank_[r] && transport->reaches(r)) by_rank_[r] = transport.get();
+    }
+    transports_.push_back(std::move(transport));
+  };
+  const auto unreached = [&] {
+    std::vector<int> ranks;
+    for (int r = 0; r < size_; r++) {
+      if (r != rank_ && !by_rank_[r]) ranks.push_back(r);
+    }
+    return ranks;
+  };
+
+  const std::vector<int> candidates = near(rendezvous, options.nodes);
+  if (candidates.size() > 1 && wanted != "tcp") {
+    std::unique_ptr<ShmTransport> shared = shm.make(rendezvous, candidates);
+    shared_ = shared.get();
+    add(std::move(shared));
+  }
+  if (shared_) {
+    window_ = shared_->window();
+    rank_state_ = shared_->rank_state();
+  }
+  const bool mixed = wanted == "auto" || candidates.size() < static_cast<size_t>(size_);
+  const bool one_node = window_ && window_->size() == size_;
+  const int lowest = window_ ? window_->member(0) : rank_;
+  const bool alone_on_hosts = wanted == "tcp" || hosts_differ(rendezvous);
+  if (!alone_on_hosts && !one_node) announce(rendezvous, kNodeTopic, std::to_string(lowest));
+  if (wanted == "tcp" || (mixed && !unreached().empty())) {
+    add(tcp.make(rendezvous, unreached(), rank_state_));
+  }
+  // A single transport knows how many ranks share the cores, and polls by itself before it sleeps.
+  const bool alone = transports_.size() == 1;
+  yields_ = alone ? 0 : kYields;
+  const std::vector<int> lost = unreached();
+  if (!lost.empty()) {
+    throw Error("rank " + std::to_string(rank_) + ": transport \"" + wanted + "\" does not reach " +
+                rank_list(lost) + "; use transport \"auto\"");
+  }
+  if (alone_on_hosts) {
+    topology_ = Topology(all_ranks(rendezvous));
+  } else if (!one_node) {
+    topology_ = agree_on_topology(rendezvous, lowest);
+  }
+  for (const auto& transport : transports_) {
+    if (transport->name() == "tcp") slowest_ = Medium::tcp;
+  }
+  if (!options.sites.empty()) {
+    if (static_cast<int>(options.sites.size()) != size_) {
+      throw Error(std::to_string(options.sites.size()) + " sites are declared for " +
+                  std::to_string(size_) + " ranks; declare one for each rank");
+    }
+    std::vector<int> first;
+    for (const int site : options.sites) {
+      const auto found = std::find(options.sites.begin(), options.sites.end(), site);
+      first.push_back(static_cast<int>(found - options.sites.begin()));
+    }
+    use_sites(first);
+  }
+  may_be_far_ = may_be_far_ && topology_.nodes() > 1 && size_ <= kMostRoundTrips;
+}
 
 std::string ChannelMesh::describe() const {
   std::string text = size_ == 1 ? "1 rank" : std::to_string(size_) + " ranks";

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "core/interrupt.h"
 #include "core/thread.h"
@@ -39,7 +40,7 @@ class PointToPoint::Request final : public Transfer {
   bool done() override {
     check_process();
     std::lock_guard<std::mutex> lock(owner->mutex_);
-    return finished;
+    return finished || owner->closed_ || owner->failure_.happened();
   }
   void wait(Milliseconds asked) override {
     check_process();
@@ -613,6 +614,7 @@ void PointToPoint::wait(Request& request, Milliseconds limit) {
 // Moves bytes, or waits for the thread that does, until the request is done.
 void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit) {
   const Deadline deadline = Deadline::after(limit);
+  const OpTag tag = request.describing_tag();
   bool shown = false;
   InterruptPoll interrupts;
   for (int quiet = 0; !request.finished; quiet++) {
@@ -636,8 +638,10 @@ void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit)
     } else if (step()) {
       quiet = 0;
     } else if (!request.finished) {
-      if (!shown) mesh_.rank_state().wait_for(request.describing_tag());
-      shown = true;
+      if (!std::exchange(shown, true)) {
+        shown_.push_back(tag);
+        mesh_.rank_state().wait_for(tag);
+      }
       if (mesh_.should_check(quiet)) look_for_failures();
       sleep_unlocked(lock, [&] {
         interrupts.check();
@@ -646,7 +650,10 @@ void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit)
     }
   }
   if (request.error) std::rethrow_exception(request.error);
-  if (shown) mesh_.rank_state().wait_over();
+  if (!shown) return;
+  const auto same = [&tag](const OpTag& other) { return other.hash() == tag.hash(); };
+  shown_.erase(std::find_if(shown_.begin(), shown_.end(), same));
+  mesh_.rank_state().wait_for(shown_.empty() ? OpTag() : shown_.back());
 }
 
 void PointToPoint::wake_server() {

@@ -134,11 +134,12 @@ class PointToPoint : public std::enable_shared_from_this<PointToPoint> {
   std::list<Unexpected> unexpected_;  ///< messages without a receive, in order of arrival
   std::vector<std::shared_ptr<void>> unneeded_;  ///< what finished requests have kept
   std::thread thread_;
-  int outstanding_ = 0;    ///< requests that are not done
-  int waiting_ = 0;        ///< threads in wait()
-  int entering_ = 0;       ///< threads that want the mesh while another sleeps on it
-  bool sleeping_ = false;  ///< a thread sleeps on the mesh without the lock
-  bool serving_ = false;   ///< our thread is awake
+  std::vector<OpTag> shown_;  ///< what threads in wait() wait for; peers see the last
+  int outstanding_ = 0;       ///< requests that are not done
+  int waiting_ = 0;           ///< threads in wait()
+  int entering_ = 0;          ///< threads that want the mesh while another sleeps on it
+  bool sleeping_ = false;     ///< a thread sleeps on the mesh without the lock
+  bool serving_ = false;      ///< our thread is awake
   bool closed_ = false;
   std::mutex closing_;  ///< one thread joins ours
 };

@@ -374,9 +374,7 @@ class PartExchange {
     size_t most = 0;
     for (int r = 0; r < window.size(); r++) {
       if (r == me_) continue;
-      // Only with staging can a part be received where another is sent from.
-      const bool same = in_[r].data == out_[r].data;
-      place_[r] = same ? 0 : Shown{in_[r].data, in_.bytes(r), in_place::kPartFrom}.place(window);
+      place_[r] = Shown{in_[r].data, in_.bytes(r), in_place::kPartFrom}.place(window);
       availability_.in_place |= place_[r] != 0;
       if (staged(r)) most = std::max(most, in_.bytes(r));
     }

@@ -13,7 +13,7 @@
 #include <string>
 #include <tuple>
 
-#include "core/descriptor.h"
+#include "transports/fd.h"
 #include "transports/shm/cma.h"
 
 namespace pycomm {

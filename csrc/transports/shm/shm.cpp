@@ -13,6 +13,7 @@
 #include <set>
 #include <utility>
 
+#include "core/warning.h"
 #include "transports/shared_file.h"
 #include "transports/shm/cma.h"
 #include "transports/shm/transport.h"
@@ -170,6 +171,11 @@ std::unique_ptr<ShmTransport> ShmSetup::make(const Rendezvous& rendezvous,
   const std::vector<std::string> outcomes =
       all_gather_values(rendezvous, kOutcomes, candidates, outcome);
   const auto sharers = std::count(outcomes.begin(), outcomes.end(), kYes);
+  if (outcome != kYes) {
+    warn_once("rank " + std::to_string(rendezvous.rank) +
+              " shares no memory with the other ranks of its host, to which TCP is slower: " +
+              outcome);
+  }
   if (outcome != kYes || sharers < 2) return nullptr;
   memory.permit = permit_reading(rendezvous, memory);
   return std::make_unique<ShmTransport>(memory);

@@ -3,7 +3,6 @@ that cannot prove the secret never joins."""
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
 import random
@@ -28,10 +27,9 @@ from tests.compiling import run_preloaded
 from tests.ranks import attempt, good, on_threads
 from tests.soak.held import descriptors
 from tests.transports import proxy
-from tests.transports.ranks import SECONDS, threads
+from tests.transports.ranks import SECONDS
 from tests.transports.wire_peer import (
     CHALLENGE,
-    CONTROL,
     GROUP,
     HELLO,
     KEY,
@@ -57,6 +55,7 @@ STRANGERS = {
     "hello and a wrong proof": hello() + bytes(32),
     "hello and half a proof": hello() + bytes(16),
 }
+UNFINISHED = ("silent", "http", "half a hello", "hello and half a proof")
 
 
 @pytest.mark.parametrize("stays", [True, False], ids=["stays", "goes"])
@@ -71,10 +70,11 @@ def test_strangers_do_not_stall_a_set_up(rank_0, what, stays):
         strangers.append(stranger)
         if not stays:
             stranger.close()
-    start = time.monotonic()
     rank_0.come()
-    assert time.monotonic() - start < 5
     assert rank_0.transport.reaches(1)
+    if stays and what in UNFINISHED:  # each has a limit of its own, which is not over
+        with pytest.raises(BlockingIOError):
+            list(iter(lambda: strangers[-1].recv(100), b""))  # ends if it is closed
     for stranger in strangers:
         stranger.close()
 
@@ -116,21 +116,6 @@ def test_replayed_handshake_is_refused(rank_0):
         read_exactly(replay, REPLY.size)
         replay.sendall(recorded)
         assert REPLY.unpack(read_exactly(replay, REPLY.size))[0] == WRONG_SECRET
-
-
-def test_mutated_handshakes_never_join(rank_0):
-    chance = random.Random(3)
-    for _ in range(200):
-        first = hello(chance.choice([0, 1, CONTROL]))
-        with socket.create_connection(rank_0.address, SECONDS) as connection:
-            # Rank 0 answers only once it knows where rank 1 is: the proof cannot be right.
-            data = bytearray(first + rank_0.proof("connect", first, bytes(32)))
-            for _ in range(chance.randrange(1, 4)):
-                data[chance.randrange(len(data))] = chance.randrange(256)
-            connection.sendall(data[: chance.randrange(len(data) + 1)])
-    for connection in rank_0.come().values():
-        connection.close()
-    assert rank_0.transport.reaches(1)
 
 
 @pytest.mark.parametrize(
@@ -280,20 +265,10 @@ def test_a_changed_record_is_sent_again():
     assert len(changed) == 3
 
 
-def test_ranks_that_do_not_agree_are_told():
-    outcomes = threads(
-        2, lambda me: None, options=lambda rank: {"tls": ("off", "on")[rank]}, errors=True
-    )
-    for rank, error in enumerate(outcomes):
-        assert type(error) is Error
-        assert f"rank {rank} and rank {1 - rank}: only rank 1 encrypts" in str(error)
-        assert "PYCOMM_TLS" in str(error)
-
-
 @pytest.mark.parametrize("first", [frame(b"1234"), b"\x16\x03\x01" + bytes(500)])
 def test_who_knows_the_secret_and_speaks_plain_is_refused(first):
     rank_0 = RankZero(tls="on", timeout=3.0)
-    rank_0.publish_card("127.0.0.1:1 tls")
+    rank_0.publish_card()
     connection, verdict, _ = rank_0.join(hello(0xFFFF, tls=1))
     assert verdict == WELCOME
     connection.sendall(first)
@@ -502,19 +477,6 @@ def test_slow_lorises(group):
         loris.close()
 
 
-def test_random_and_mutated_words(group):
-    chance = random.Random(5)
-    for _ in range(500):
-        words = bytearray(hello(chance.choice([0, 1, 0xFFFF, 0xFFFE]), generation=1) + bytes(64))
-        for _ in range(chance.randrange(4)):
-            words[chance.randrange(len(words))] = chance.randrange(256)
-        if chance.random() < 0.3:
-            words = chance.randbytes(chance.randrange(1, 5000))
-        with knock(group.address) as stranger, contextlib.suppress(OSError):
-            stranger.send(words)
-    group.wait_for(20)
-
-
 def test_a_stranger_cannot_take_the_place_of_a_connection(group):
     """Who knows everything but the secret gets a challenge, and no more."""
     for lane in (0, 1, 0xFFFF, 0xFFFE):
@@ -557,24 +519,3 @@ def test_what_is_shared_has_no_name_and_is_private(tmp_path):
     assert any(path.is_file() for path in found)
     assert all(stat.S_IMODE(path.stat().st_mode) & 0o077 == 0 for path in found)
     assert not [name for name in os.listdir("/dev/shm") if "pycomm" in name]
-
-
-def test_nothing_is_unpickled():
-    """No module of the package reads pickles, which may hold any program, but with an Unpickler
-    that chooses the classes itself."""
-    readers = {"load", "loads", "Unpickler"}
-    for path in Path(pycomm.__file__).parent.rglob("*.py"):
-        tree = ast.parse(path.read_text())
-        choosing = {
-            base
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ClassDef)
-            and "find_class" in {getattr(part, "name", None) for part in node.body}
-            for base in node.bases
-        }
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-                reads = node.value.id == "pickle" and node.attr in readers
-                assert not reads or node in choosing, path
-            if isinstance(node, ast.keyword) and node.arg == "weights_only":
-                assert getattr(node.value, "value", None) is not False, path

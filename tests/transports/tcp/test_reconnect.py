@@ -20,8 +20,8 @@ from tests.transports.ranks import (
     OUTSIDE,
     POINT_TO_POINT,
     Rank,
-    run_rank,
     tag,
+    transport,
 )
 from tests.transports.wire_peer import CONTROL, NOTICE, RankZero, hello, read_exactly
 
@@ -143,12 +143,12 @@ class Wires:
     """Two ranks with only a transport, and the network between them."""
 
     def __init__(self):
-        self.network = proxy.Network(2, "wires", ("tcp-host", "tcp-card"))
+        self.network = proxy.Network(2, "group", ("tcp-host", "tcp-card"))
 
     def run(self, *bodies, **options):
         def target(rank):
-            store = self.network.stores[rank]
-            return run_rank("tcp", store, "wires", rank, 2, bodies[rank], options)
+            with transport(self.network.stores[rank], rank, 2, kind="tcp", **options) as me:
+                return bodies[rank](me)
 
         outcomes = on_threads(range(2), target, 100)
         self.network.close()
@@ -177,6 +177,18 @@ def greet(me):
     """Connect both lanes."""
     for lane in BOTH_LANES:
         me.exchange({1 - me.rank: b"hello"}, tag(), lane)
+
+
+class SilentFirst(proxy.Proxy):
+    """What takes the first call, and forwards nothing."""
+
+    silent = property(lambda self: self.accepted == 1, lambda self, value: None)
+
+
+def test_a_call_that_is_taken_and_leads_to_nobody_is_made_again(monkeypatch):
+    """As by a load balancer that does not know yet where the rank is."""
+    monkeypatch.setattr(proxy, "Proxy", SilentFirst)
+    Wires().run(greet, greet)
 
 
 def test_a_lane_that_nobody_drives_goes_on_after_a_cut():

@@ -42,8 +42,8 @@ constexpr auto kRefusedPause = Milliseconds(100);
 constexpr size_t kEarlySockets = 128;
 // The time for which a rank that must connect may have no free descriptor.
 constexpr auto kStarvedFor = std::chrono::seconds(10);
-// The time limit for a connection's greeting, which is a few small messages. Late peers are not
-// hurt: they try again.
+// The time limit for a connection's greeting, which is a few small messages, at both of its ends.
+// Late peers are not hurt: they are called again.
 constexpr auto kGreetingLimit = std::chrono::seconds(10);
 // The limit of connections that have not authenticated; a further one pushes out the oldest.
 constexpr size_t kMaxPending = 512;
@@ -483,7 +483,7 @@ void Connector::serve(Outgoing& out) {
       connect_early(*out.link, round_trip(out.fd.get()));
     }
     out.greeting.emplace(Handshake(peer.secret, label_, out.hello));
-    out.wake = Clock::time_point::max();
+    out.wake = Clock::now() + kGreetingLimit;  // what has taken the call may lead to nobody
   }
   switch (out.greeting->advance(out.fd.get(), error)) {
     case Greeting::Progress::waits:

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cstring>
 #include <sstream>
 #include <utility>
 
@@ -19,7 +18,6 @@
 namespace pycomm::tcp {
 namespace {
 
-constexpr const char* kTls = " tls";
 // Far away, what is in flight on one socket is bounded by its send buffer, of which the kernel
 // gives 4 MB by default, 160 Mbit/s at a round trip of 200 ms; and where packets are lost, those
 // behind them wait in it for another round trip.
@@ -91,7 +89,7 @@ PeerDirectory AddressExchange::run(const Rendezvous& rendezvous, const std::vect
   // rank has some that it does not reach so.
   const auto hosts = all_gather_values(rendezvous, kHostTopic, all_ranks(rendezvous), host_value());
   const bool one_host = look_at_hosts(rendezvous, hosts);
-  take_cards(rendezvous.rank, exchange_cards(rendezvous, hosts, one_host));
+  take_cards(exchange_cards(rendezvous, hosts, one_host));
   directory_.session = rendezvous.exchange->session;
   return std::move(directory_);
 }
@@ -146,31 +144,20 @@ std::vector<std::string> AddressExchange::exchange_cards(const Rendezvous& rende
   return all_gather_values(rendezvous, kCardTopic, all_ranks(rendezvous), ours.card);
 }
 
-// The format is "address,address secret tls"; no secret if one was given to all ranks, no "tls"
-// without encryption.
-void AddressExchange::take_cards(int rank, const std::vector<std::string>& cards) {
+// The format is "address,address secret"; no secret if one was given to all ranks.
+void AddressExchange::take_cards(const std::vector<std::string>& cards) {
   const bool given = !directory_.options.secret.empty();
   for (Peer& peer : directory_.peers) {
-    std::string card = cards[static_cast<size_t>(peer.rank)];
+    const std::string& card = cards[static_cast<size_t>(peer.rank)];
     const std::string who = us_ + " and rank " + std::to_string(peer.rank);
-    const size_t mark = card.size() - std::min(card.size(), std::strlen(kTls));
-    const bool tls = card.compare(mark, std::string::npos, kTls) == 0;
-    if (tls) card.resize(mark);
-    if (tls != directory_.encrypts) {
-      throw Error("tcp: " + who + ": only rank " + std::to_string(tls ? peer.rank : rank) +
-                  " encrypts; set the same PYCOMM_TLS and PYCOMM_SECRET on all ranks");
-    }
     const size_t space = std::min(card.find(' '), card.size());
     peer.addresses = Address::parse_list(card.substr(0, space));
     if (peer.addresses.empty()) {
       throw Error("tcp: " + who + ": the store holds \"" + card + "\" instead of an address");
     }
     check_paths(who, peer);
-    if ((space == card.size()) != given) {
-      throw Error("tcp: " + who +
-                  ": only one of them was given a secret; set the same PYCOMM_SECRET on all ranks");
-    }
-    peer.secret = given ? directory_.own.secret : card.substr(space + 1);
+    const size_t secret = std::min(space + 1, card.size());
+    peer.secret = given ? directory_.own.secret : card.substr(secret);
   }
 }
 
@@ -198,11 +185,7 @@ int PeerDirectory::sockets_at(std::chrono::milliseconds round_trip) const {
 
 TcpListeners listen(const GroupOptions& options, bool one_host) {
   TcpListeners ours;
-  InterfaceRequest request;
-  request.names = options.interface;
-  request.store_host = env().master_addr;
-  request.one_host = one_host;
-  ours.interfaces = choose_interfaces(request);
+  ours.interfaces = choose_interfaces({options.interface, env().master_addr, one_host});
   const PortRange ports = parse_ports(options.ports);
   const std::vector<Address> advertised =
       one_host ? std::vector<Address>() : advertised_addresses(options, ours.interfaces.size());
@@ -219,10 +202,7 @@ TcpListeners listen(const GroupOptions& options, bool one_host) {
   const bool given = !options.secret.empty();
   ours.secret = given ? key_of_secret(options.secret) : random_secret();
   if (!given) ours.card += " " + ours.secret;
-  if (encrypts(options)) {
-    openssl::library();  // throws what to install, before any rank waits for us
-    ours.card += kTls;
-  }
+  if (encrypts(options)) openssl::library();  // throws what to install, before ranks wait for us
   return ours;
 }
 

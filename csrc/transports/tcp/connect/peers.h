@@ -24,7 +24,7 @@ struct TcpListeners {
   std::vector<Fd> sockets;         ///< in the order of interfaces
   std::vector<Address> addresses;  ///< of the sockets, as others reach them
   std::string secret;              ///< peers must prove it to us
-  std::string card;                ///< what we publish: "address,address secret tls"
+  std::string card;                ///< what we publish: "address,address secret"
 };
 
 /// Listens on the interfaces that the options name, or on those that fit a group on one host or on
@@ -74,7 +74,7 @@ class AddressExchange {
   bool look_at_hosts(const Rendezvous& rendezvous, const std::vector<std::string>& hosts);
   std::vector<std::string> exchange_cards(const Rendezvous& rendezvous,
                                           const std::vector<std::string>& hosts, bool one_host);
-  void take_cards(int rank, const std::vector<std::string>& cards);
+  void take_cards(const std::vector<std::string>& cards);
   void check_paths(const std::string& who, const Peer& peer) const;
 
   std::string us_;

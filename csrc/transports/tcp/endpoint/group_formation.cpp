@@ -52,8 +52,8 @@ std::string silence(const Timeout& late) {
 
 /// The store of the other members. Any thread, after the group was formed.
 ///
-/// Answers come in the order of the questions. So after one that did not come in time, none can be
-/// told from another, and the store is not used again.
+/// Answers come in the order of the questions. Rank 0 is not asked again after one that did not
+/// come in time.
 class RemoteStore final : public Store {
  public:
   RemoteStore(EndpointConnection connection, int64_t uuid, const Digest& list,
@@ -101,8 +101,9 @@ class RemoteStore final : public Store {
     const auto start = Deadline::Clock::now();
     explain([&] {
       const Deadline limit = deadline();
+      unanswered_++;  // questions before it may have been interrupted
       connection_.send(message.finished(), limit);
-      text = connection_.receive(limit);
+      for (; unanswered_ > 0; unanswered_--) text = connection_.receive(limit);
     });
     const auto took =
         std::chrono::duration_cast<std::chrono::microseconds>(Deadline::Clock::now() - start);
@@ -127,6 +128,7 @@ class RemoteStore final : public Store {
 
   std::mutex mutex_;
   std::string silent_;  ///< how rank 0 did not answer
+  int unanswered_ = 0;  ///< questions
   std::atomic<bool> formed_{false};
   EndpointConnection connection_;
   const Deadline deadline_;
@@ -287,7 +289,7 @@ EndpointConnection::EndpointConnection(const Handle& to, const std::string& give
     : where_(to.where()), interrupt_(std::move(interrupt)) {
   const std::string& secret = to.secret.empty() ? given : to.secret;
   for (Milliseconds pause = kFirstPause;; pause = std::min(2 * pause, kLastPause)) {
-    const std::string problem = greet(call(to, deadline), to, secret, deadline);
+    const std::string problem = call(to, secret, deadline);
     if (problem.empty()) return;
     if (deadline.left() <= pause) {
       throw Unproven("the process at " + where_ + " is not the one of the handle (" + problem +
@@ -298,36 +300,41 @@ EndpointConnection::EndpointConnection(const Handle& to, const std::string& give
   }
 }
 
-Fd EndpointConnection::call(const Handle& to, const Deadline& deadline) {
-  std::string problem;
+// What one address says does not keep the others from being tried. If none leads to the process,
+// the one counts that leaves most open.
+std::string EndpointConnection::call(const Handle& to, const std::string& secret,
+                                     const Deadline& deadline) {
   const bool several = to.addresses.size() > 1;
+  std::string stranger, refusal, obstacle;
   bool silent = false;  // one of several, at which a live process may be
   for (const Address& address : to.addresses) {
-    const bool last = &address == &to.addresses.back();
     const auto start = Deadline::Clock::now();
+    const auto some = Deadline::after(std::min(kAddressLimit, deadline.left() / 2));
+    const Deadline& limit = several ? some : deadline;
     int error = 0;
     Fd fd = connect_to(address, nullptr, error);
     if (!fd) throw Unproven("no connection to " + where_ + ": " + error_text(error));
     try {
-      const auto some = Deadline::after(std::min(kAddressLimit, deadline.left() / 2));
-      if (error == 0) wait(fd.get(), POLLOUT, several ? some : deadline);
+      if (error == 0) wait(fd.get(), POLLOUT, limit);
       if (error == 0) error = pending_error(fd.get());
+      if (error == 0) {
+        round_trip_ =
+            std::chrono::duration_cast<std::chrono::microseconds>(Deadline::Clock::now() - start);
+        stranger = greet(std::move(fd), to, secret, limit);
+        if (stranger.empty()) return "";
+        continue;
+      }
     } catch (const Timeout&) {
       if (!several) throw;
       silent = true;
       continue;
     }
-    if (error == 0) {
-      round_trip_ =
-          std::chrono::duration_cast<std::chrono::microseconds>(Deadline::Clock::now() - start);
-      return fd;
-    }
-    problem = error_text(error);
-    if (error == ECONNREFUSED) continue;
-    if (last) throw Unproven("no way to " + where_ + ": " + problem);
+    (error == ECONNREFUSED ? refusal : obstacle) = error_text(error);
   }
+  if (!stranger.empty()) return stranger;
   if (silent) throw Timeout("not all addresses of " + where_ + " have answered");
-  throw Refused("nobody listens at " + where_ + " (" + problem + ")");
+  if (!refusal.empty()) throw Refused("nobody listens at " + where_ + " (" + refusal + ")");
+  throw Unproven("no way to " + where_ + ": " + obstacle);
 }
 
 std::string EndpointConnection::greet(Fd fd, const Handle& to, const std::string& secret,
@@ -370,10 +377,11 @@ void EndpointConnection::wait(int fd, short events, const Deadline& deadline) co
 }
 
 void EndpointConnection::send(const std::string& message, const Deadline& deadline) {
-  for (size_t done = 0; done < message.size();) {
-    const ssize_t n = socket_.send(message.data() + done, message.size() - done);
+  unsent_ += message;
+  while (!unsent_.empty()) {
+    const ssize_t n = socket_.send(unsent_.data(), unsent_.size());
     if (n >= 0) {
-      done += static_cast<size_t>(n);
+      unsent_.erase(0, static_cast<size_t>(n));
     } else if (errno == EAGAIN || errno == EINTR) {
       wait(socket_.get(), POLLOUT, deadline);
     } else {

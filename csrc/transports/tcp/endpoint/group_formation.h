@@ -37,7 +37,8 @@ class EndpointConnection {
   EndpointConnection(const Handle& to, const std::string& given, const Deadline& deadline,
                      std::function<void()> interrupt);
 
-  /// Throw Error when the connection is gone, and Timeout.
+  /// Throw Error when the connection is gone, Timeout, and what `interrupt` throws. The next call
+  /// goes on where such a one has stopped.
   void send(const std::string& message, const Deadline& deadline);
   std::string receive(const Deadline& deadline);
   /// How long the connection and the greeting took, by round trips.
@@ -45,14 +46,16 @@ class EndpointConnection {
 
  private:
   void wait(int fd, short events, const Deadline& deadline) const;
-  Fd call(const Handle& to, const Deadline& deadline);
+  /// Tries each address in turn. Returns what somebody else has answered there; "": there is a
+  /// connection.
+  std::string call(const Handle& to, const std::string& secret, const Deadline& deadline);
   /// Returns why there is no connection; "": there is one.
   std::string greet(Fd fd, const Handle& to, const std::string& secret, const Deadline& deadline);
 
   const std::string where_;
   const std::function<void()> interrupt_;
   SecureSocket socket_;
-  std::string arrived_;
+  std::string arrived_, unsent_;
   std::chrono::microseconds round_trip_{0};
 };
 

@@ -143,10 +143,6 @@ std::string cpu_mask() {
   return mask;
 }
 
-std::vector<Interface> choose_interfaces(const InterfaceRequest& request) {
-  return choose_interfaces(request, interfaces());
-}
-
 std::vector<Interface> choose_interfaces(const InterfaceRequest& request,
                                          const std::vector<Interface>& candidates) {
   const NameList list(request.names);

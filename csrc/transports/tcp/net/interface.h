@@ -32,11 +32,8 @@ struct InterfaceRequest {
   bool one_host = false;
 };
 
-/// Returns at least one interface; throws Error with the list of interfaces if none fits the
-/// request.
-std::vector<Interface> choose_interfaces(const InterfaceRequest& request);
-/// Chooses among given candidates; for tests.
-PYCOMM_API std::vector<Interface> choose_interfaces(const InterfaceRequest& request,
-                                                    const std::vector<Interface>& candidates);
+/// Returns at least one of the candidates; throws Error with their list if none fits the request.
+PYCOMM_API std::vector<Interface> choose_interfaces(
+    const InterfaceRequest& request, const std::vector<Interface>& candidates = interfaces());
 
 }  // namespace pycomm::tcp

@@ -4,7 +4,7 @@
 #include <chrono>
 #include <string>
 
-#include "core/op_timing.h"
+#include "core/clock.h"
 #include "core/types.h"
 
 namespace pycomm::tcp {

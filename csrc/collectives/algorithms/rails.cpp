@@ -1,4 +1,4 @@
-#include "collectives/algorithms/node.h"
+#include "collectives/algorithms/rails.h"
 
 #include "transports/shm/window.h"
 
