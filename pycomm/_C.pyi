@@ -122,8 +122,9 @@ class Launch:
     blocks: int
     params: bytes  # the Batch of csrc/codecs/base/batch.h
 
-# Calls a function; returns its result and the launches on cuda, none of which is started.
-def recorded(call: Callable[..., Any], *args: Any) -> tuple[Any, list[Launch]]: ...
+# Calls a function, and returns its launches on cuda, in order; none is started. Each codec says in
+# csrc/codecs/<name>.cpp which kernels a call launches, with which arguments.
+def recorded(call: Callable[..., object], *args: Any) -> list[Launch]: ...
 
 CUDA_THREADS: int
 

@@ -7,8 +7,12 @@ from torch._C import _distributed_c10d
 
 from pycomm._C import GroupOptions
 
-def set_stream_hold(device_type: str, hold: int) -> None: ...
-def set_host_addressable(device_type: str, addressable: bool) -> None: ...
+def set_device_abilities(
+    device_type: str,
+    stream_hold: int = 0,
+    exchange_capture_mode: int = 0,
+    host_addressable: bool = False,
+) -> None: ...
 
 class Options(_distributed_c10d.Backend.Options, GroupOptions):
     """Options of a "pycomm" process group: ``init_process_group("pycomm", pg_options=...)``.

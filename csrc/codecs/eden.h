@@ -59,9 +59,10 @@ struct Coded {
   float value;
 };
 
-/// Codes a magnitude: without its sign.
 template <int kBits>
-PYCOMM_HD Coded quantize_magnitude(float magnitude) {
+PYCOMM_HD Coded quantize(float u, float inv) {
+  const float magnitude = bits_float(magnitude_bits(u * inv));
+  const uint32_t sign = float_bits(u) >> 31;
   uint32_t code = 0;
   float value = level(kBits, 0);
   for (int i = 0; i < num_levels(kBits) - 1; i++) {
@@ -69,14 +70,7 @@ PYCOMM_HD Coded quantize_magnitude(float magnitude) {
     code += beyond ? 1 : 0;
     value = beyond ? level(kBits, i + 1) : value;
   }
-  return {code, value};
-}
-
-template <int kBits>
-PYCOMM_HD Coded quantize(float u, float inv) {
-  const Coded coded = quantize_magnitude<kBits>(bits_float(magnitude_bits(u * inv)));
-  const uint32_t sign = float_bits(u) >> 31;
-  return {coded.code | sign << (kBits - 1), bits_float(float_bits(coded.value) | sign << 31)};
+  return {code | sign << (kBits - 1), bits_float(float_bits(value) | sign << 31)};
 }
 
 /// Decodes the lowest kBits bits of `code`; the others may be anything.

@@ -10,16 +10,16 @@ namespace {
 using WaitValue32 = int (*)(void*, unsigned long long, uint32_t, unsigned);
 constexpr unsigned kGreaterOrEqual = 0;  // CU_STREAM_WAIT_VALUE_GEQ
 
-WaitValue32 find_wait_value() {
+template <typename Function>
+Function find(const char* name) {
   // The driver is never closed: streams may wait for as long as the process lives.
   void* driver = dlopen("libcuda.so.1", RTLD_LAZY | RTLD_LOCAL);
-  if (!driver) return nullptr;
-  // The first version needs, on some drivers, a kernel module that was loaded with an option.
-  return reinterpret_cast<WaitValue32>(dlsym(driver, "cuStreamWaitValue32_v2"));
+  return driver ? reinterpret_cast<Function>(dlsym(driver, name)) : nullptr;
 }
 
 WaitValue32 wait_value() {
-  static const WaitValue32 found = find_wait_value();
+  // The first version needs, on some drivers, a kernel module that was loaded with an option.
+  static const auto found = find<WaitValue32>("cuStreamWaitValue32_v2");
   return found;
 }
 
@@ -31,5 +31,10 @@ bool hold_cuda(void* stream, const uint32_t* word, uint32_t value) {
 }  // namespace
 
 StreamHold cuda_stream_hold() { return wait_value() ? &hold_cuda : nullptr; }
+
+ExchangeCaptureMode cuda_exchange_capture_mode() {
+  static const auto found = find<ExchangeCaptureMode>("cuThreadExchangeStreamCaptureMode");
+  return found;
+}
 
 }  // namespace pycomm

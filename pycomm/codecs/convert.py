@@ -18,7 +18,6 @@ import torch
 from pycomm import _C
 from pycomm.arrays import core_dtype
 from pycomm.codecs import implementations
-from pycomm.codecs.cuda.launches import Launch, recorded
 from pycomm.codecs.implementations import Native, Reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -146,11 +145,6 @@ def _call(c: Conversion) -> Callable[..., object]:
 def _factor(factor: Factor) -> tuple[int, float]:
     """Return an address, or 0 and the number that is used instead."""
     return (factor.data_ptr(), 1.0) if isinstance(factor, torch.Tensor) else (0, factor)
-
-
-def cuda_launches(c: Conversion) -> list[Launch]:
-    """Return the launches of a conversion on cuda."""
-    return recorded(partial(_call(c), stream=0))
 
 
 def _run_of(way: Any) -> Run:

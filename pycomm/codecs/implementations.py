@@ -17,8 +17,8 @@ from typing import Any, Literal, Protocol
 import torch
 
 from pycomm import _C
+from pycomm._C import recorded
 from pycomm.codecs.args import EncodeArgs, RandomKey
-from pycomm.codecs.cuda.launches import recorded
 from pycomm.codecs.cuda.sources import has_kernels
 from pycomm.env import env
 
@@ -77,7 +77,7 @@ class Reference:
 
 
 class Launcher(Protocol):
-    """Starts launches (`pycomm.codecs.cuda.launches`) on torch's current stream of a device."""
+    """Starts launches (`pycomm._C.recorded`) on torch's current stream of a device."""
 
     def __call__(self, launches: list[Any], device: torch.device) -> None: ...
 

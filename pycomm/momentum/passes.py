@@ -57,8 +57,7 @@ class Kernels:
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         """Call C++, which works on the host, or queues on torch's current stream."""
         if self._launch is not None:
-            _, launches = _C.recorded(function, *args, 0)
-            self._launch(launches, self.device)
+            self._launch(_C.recorded(function, *args, 0), self.device)
         elif self.on_host:
             function(*args, torch.get_num_threads())
         else:

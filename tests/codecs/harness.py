@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ import torch
 from pycomm.codecs.args import RandomKey
 from pycomm.codecs.base import Codec
 from pycomm.codecs.cuda.sources import OPTIONS, include_folder, source
-from tests.codecs.cuda.ptx import ARCHS, compile_to_ptx, inexact, run_nvcc, spilled
+from tests.codecs.cuda.ptx import compile_to_ptx, inexact
 
 STEPS = 50
 NORMAL = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0))
@@ -57,9 +56,3 @@ def check_ptx(name: str, kernels: Sequence[str], arch: str) -> None:
     ptx = compile_to_ptx(source(name), kernels, options)
     assert ptx.count(".entry") == len(kernels)
     assert inexact(ptx) == []
-
-
-def spills(name: str, folder: Path, archs: Sequence[str] = ARCHS) -> list[tuple[str, ...]]:
-    """Compile a file of kernels with nvcc; return each kernel's stack, and what registers spill."""
-    source = include_folder() / "codecs" / f"{name}.cu"
-    return spilled(run_nvcc(source, folder, archs))

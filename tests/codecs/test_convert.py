@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
 
 import pycomm
+from pycomm._C import Launch, recorded
 from pycomm.bench.common import accelerator
 from pycomm.codecs import convert as module
 from pycomm.codecs.convert import Conversion
 from pycomm.codecs.implementations import Unavailable
 from tests.codecs.cuda import emulated as emulated_cuda
 from tests.codecs.cuda.ptx import ARCHS
-from tests.codecs.harness import check_ptx, same, spills
-from tests.extent import FULL, each_pair
+from tests.codecs.harness import check_ptx, same
+from tests.extent import each_pair
 
 PAIRS = list(product(module.DTYPES, module.DTYPES))
 KINDS = [("native", "cpu"), ("emulated-cuda", "cpu"), ("triton", "cpu")]
@@ -42,7 +44,11 @@ def runner(kind: str, device: str) -> module.Run:
 
 
 def emulated(conversion: Conversion) -> None:
-    emulated_cuda.run(module.cuda_launches(conversion), emulated_cuda.all_kernels())
+    emulated_cuda.run(launches(conversion), emulated_cuda.all_kernels())
+
+
+def launches(conversion: Conversion) -> list[Launch]:
+    return recorded(partial(module._call(conversion), stream=0))
 
 
 def values(numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -132,10 +138,5 @@ def test_unscaling_is_that_of_a_grad_scaler():
 @pytest.mark.parametrize("arch", ARCHS)
 def test_nvrtc_compiles_it_exactly(arch):
     empty = [[torch.empty(1, dtype=dtype) for dtype in pair] for pair in PAIRS]
-    wanted = [module.cuda_launches(Conversion(*pair))[0].kernel for pair in empty]
+    wanted = [launches(Conversion(*pair))[0].kernel for pair in empty]
     check_ptx("convert", wanted, arch)
-
-
-@pytest.mark.skipif(not FULL, reason="nvcc takes ten seconds for it: make soak compiles it")
-def test_nvcc_spills_no_register(tmp_path):
-    assert spills("convert", tmp_path) == [("0", "0", "0")] * len(PAIRS) * len(ARCHS)

@@ -81,13 +81,11 @@ void convert_addresses(uintptr_t in, DType from, uintptr_t out, DType to, size_t
   convert(args);
 }
 
-/// Calls `call`, and returns its result and the launches of its kernels on cuda, which are not
-/// started.
-std::pair<py::object, std::vector<codecs::Launch>> recorded(const py::object& call,
-                                                            const py::args& args) {
+/// Calls `call`, and returns the launches of its kernels on cuda, which are not started.
+std::vector<codecs::Launch> recorded(const py::object& call, const py::args& args) {
   codecs::Recording recording;
-  py::object result = call(*args);
-  return {std::move(result), std::move(recording.launches)};
+  call(*args);
+  return std::move(recording.launches);
 }
 
 }  // namespace

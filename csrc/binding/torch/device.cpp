@@ -1,8 +1,6 @@
 // Streams and copies of device tensors. A part of _c10d.
 #include "binding/torch/device.h"
 
-#include <c10/core/DeviceGuard.h>
-
 #include <cstring>
 #include <map>
 #include <system_error>
@@ -17,7 +15,7 @@ namespace {
 struct Abilities {
   std::mutex mutex;
   std::map<c10::DeviceType, DeviceAbilities> by_type = {
-      {c10::DeviceType::CUDA, {cuda_stream_hold()}}};
+      {c10::DeviceType::CUDA, {cuda_stream_hold(), cuda_exchange_capture_mode()}}};
 };
 
 Abilities& all_abilities() {
@@ -37,17 +35,29 @@ DeviceAbilities abilities(c10::DeviceType type) {
   return all.by_type[type];
 }
 
-void set_abilities(c10::DeviceType type, const std::function<void(DeviceAbilities&)>& change) {
+void set_abilities(c10::DeviceType type, const DeviceAbilities& abilities) {
   auto& all = all_abilities();
   const std::lock_guard<std::mutex> lock(all.mutex);
-  change(all.by_type[type]);
+  all.by_type[type] = abilities;
 }
 
 bool is_capturing(c10::Device device) {
+  const c10::DeviceGuard on(device);
   const c10::impl::VirtualGuardImpl guard(device.type());
   const c10::Stream stream = guard.getStream(device);
   if (!device.is_cuda() || !device::built()) return is_capturing(guard, stream, 0);
   return device::is_capturing({Device::cuda, native_handle(stream, 0)});
+}
+
+int exchange_capture_mode(c10::DeviceType type, int mode) {
+  const auto exchange = abilities(type).exchange_capture_mode;
+  if (exchange) exchange(&mode);
+  return mode;
+}
+
+void stay_on(c10::Device device) {
+  c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
+  exchange_capture_mode(device.type(), kAsksEvents);
 }
 
 at::Tensor Staging::mirror(const at::Tensor& t, bool reads, bool writes) {
@@ -95,8 +105,7 @@ void DeliveryGate::end(uint32_t number, FailedDelivery failed) {
 
 bool DeliveryGate::is_fetched(const FailedDelivery& failed) const {
   try {
-    // Otherwise CUDA would make this thread a user of the first device, too.
-    const c10::DeviceGuard on(device_);
+    stay_on(device_);
     for (const auto& event : failed.fetched)
       if (!event->query()) return false;
   } catch (...) {  // the device has failed, and nothing runs there any more

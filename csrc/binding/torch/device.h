@@ -16,6 +16,7 @@
 // Where only streams wait, a failed operation must leave no values that look like a result: see
 // DeliveryGate.
 #pragma once
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 
@@ -57,14 +58,41 @@ bool is_capturing(const G&, c10::Stream, long) {
 /// True if a graph captures the device's current stream.
 bool is_capturing(c10::Device device);
 
+/// Sets what this thread may ask of devices while any thread captures a graph, by CUDA's numbers, and
+/// returns what it was. As torch begins captures, who asks for an event would end them.
+int exchange_capture_mode(c10::DeviceType type, int mode);
+constexpr int kAsksEvents = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
+
+/// Makes a device the current one of a thread of ours, from now on, which may ask it anything while
+/// others capture graphs. CUDA makes a context on the current device for what a thread asks, and on
+/// the one to which a thread returns: threads that stayed on the first device would take some of
+/// its memory for each rank.
+void stay_on(c10::Device device);
+
+/// Guard that makes a device the current one while what uses it is destroyed, for the same reason.
+/// Never throws: the device may have failed, or be that of the parent of a forked child.
+class DisposalGuard {
+ public:
+  explicit DisposalGuard(std::optional<c10::Device> device) noexcept {
+    try {
+      if (device) guard_.reset_device(*device);
+    } catch (...) {
+    }
+  }
+
+ private:
+  c10::OptionalDeviceGuard guard_;
+};
+
 /// What devices of a type can do, beside what c10 offers for every device.
 struct DeviceAbilities {
   StreamHold hold = nullptr;      ///< how their streams are held; null: it is not known
+  ExchangeCaptureMode exchange_capture_mode = nullptr;  ///< null: there is no such mode
   bool host_addressable = false;  ///< the host uses their memory as its own: it runs their kernels
 };
 DeviceAbilities abilities(c10::DeviceType type);
-/// Changes them for devices other than CUDA's; their extension calls this.
-void set_abilities(c10::DeviceType type, const std::function<void(DeviceAbilities&)>& change);
+/// Sets them for devices other than CUDA's; their extension calls this.
+void set_abilities(c10::DeviceType type, const DeviceAbilities& abilities);
 
 /// Returns contiguous memory of the host that devices copy to and from without a wait.
 at::Tensor pinned(at::IntArrayRef sizes, at::ScalarType dtype);

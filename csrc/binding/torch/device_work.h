@@ -12,12 +12,22 @@ class Delivery {
       : stream_(stream),
         done_(std::make_shared<c10::Event>(stream.device_type())),
         future_(future_of_tensors({stream.device()})) {}
+  ~Delivery() {
+    const DisposalGuard on(device());
+    done_.reset();
+    future_.reset();
+  }
+  Delivery(const Delivery&) = delete;
 
   /// Returns an event that is recorded on the stream when the delivery is queued.
   const std::shared_ptr<c10::Event>& done() const { return done_; }
   /// True also if nothing was queued.
-  bool is_done() const { return done_->query(); }
+  bool is_done() const {
+    const c10::DeviceGuard on(device());
+    return done_->query();
+  }
   void block_current_stream() const {
+    const c10::DeviceGuard on(device());
     done_->block(c10::impl::VirtualGuardImpl(stream_.device_type()).getStream(stream_.device()));
   }
   c10::Device device() const { return stream_.device(); }
@@ -45,8 +55,8 @@ class Delivery {
 
  private:
   const c10::Stream stream_;
-  const std::shared_ptr<c10::Event> done_;
-  const intrusive_ptr<Future> future_;
+  std::shared_ptr<c10::Event> done_;
+  intrusive_ptr<Future> future_;
 };
 
 /// A collective. The base class covers the host's part of it: it is complete when that is done, or
@@ -163,7 +173,7 @@ class DevicePeerWork final : public PeerWork {
     return delivery_.future();
   }
   bool isCompleted() override { return PeerWork::isCompleted() && delivery_.is_done(); }
-  bool on_device() const override { return true; }
+  std::optional<c10::Device> device() const override { return delivery_.device(); }
   bool wait(Milliseconds timeout = kNoTimeout) override {
     PeerWork::wait(timeout);
     delivery_.block_current_stream();

@@ -58,8 +58,7 @@ std::optional<c10::Device> Engine::used_device() {
 void Engine::await(const c10::Event& event, const Call& call, c10::Device device) {
   const Deadline deadline =
       Deadline::after(call.timeout.count() > 0 ? call.timeout : comm_.timeout());
-  // Otherwise CUDA would make this thread, and with it us, a user of the first device, too.
-  const c10::DeviceGuard on(device);
+  stay_on(device);
   Backoff backoff;
   while (!event.query()) {
     // The operation must not run on what was not fetched.
@@ -110,6 +109,7 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
   const WithoutGil without_gil;  // another thread may need it before it lets the lock go
   std::unique_lock<std::mutex> lock(device_mutex_);  // streams have the order of the queue
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::DeviceGuard on(device);
   DeviceLane& lane = this->lane(device);
   // A barrier is for the host. An operation from a callback overtakes others, holds must not.
   const bool held = lane.can_hold() && call.type != OpType::BARRIER && !queue_.inside();
@@ -150,7 +150,7 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs, c10:
   };
   pending_.push_back({written, delivered, c10::weak_intrusive_ptr<DeviceWork>(work)});
   if (queue_.inside()) lock.unlock();  // it runs now, and callbacks of its own may come here
-  submit(intrusive_ptr<Work>(work), std::move(run), /*on_device=*/true);
+  submit(intrusive_ptr<Work>(work), std::move(run), device);
   if (!held) return work;
   // The driver may let us wait for what is behind a hold, which the group's thread ends.
   try {
@@ -214,6 +214,7 @@ Engine::RouteOrReason Engine::open_peers(c10::Device device, PeerRoute::Kind kin
       if (words.compare(r * kWord, kWord, word) != 0) return std::string();
     return word.substr(0, word.find('\0'));
   };
+  const c10::DeviceGuard on(device);
   const std::string host = peer_host(device);
   if (exchange(host).empty())
     return {nullptr, host.empty() ? "this pycomm has no kernels for " + device.str()
@@ -232,7 +233,7 @@ Engine::RouteOrReason Engine::open_peers(c10::Device device, PeerRoute::Kind kin
     opened.why = error.what();
   }
   if (exchange(opened.route ? "open" : "").empty()) return {nullptr, opened.why};
-  watch_.start([this] { look_for_lost_peers(); });
+  if (!watch_) watch_.emplace([this] { look_for_lost_peers(); });
   return {opened.route, ""};
 }
 
@@ -285,6 +286,7 @@ intrusive_ptr<DeviceWork> Engine::submit(const Call& call, Tensors outputs,
     const std::lock_guard<std::mutex> lock(device_mutex_);
     route->check();
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const c10::DeviceGuard on(route->device());
     const bool captured = is_capturing(route->device());
     DeviceLane& lane = this->lane(route->device());
     const OpTag tag = issued_tag(call, outputs, comm_.size());
@@ -338,6 +340,7 @@ WorkPtr Engine::post(const Call& call, const at::Tensor& tensor, const Staging& 
     const WithoutGil without_gil;
     std::unique_lock<std::mutex> lock(device_mutex_);
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const c10::DeviceGuard on(tensor.device());
     DeviceLane& lane = this->lane(tensor.device(), /*of_peers=*/true);
     lane.begin();
     const auto fetched = lane.fetch(staging.reads());
@@ -357,7 +360,7 @@ WorkPtr Engine::post(const Call& call, const at::Tensor& tensor, const Staging& 
         } catch (...) {
           late->fail(std::current_exception());
         }
-        self->dispose(std::move(leaving));
+        self->dispose(std::move(leaving), device);
       });
       request = late;
     } else {
@@ -372,6 +375,7 @@ WorkPtr Engine::post(const Call& call, const at::Tensor& tensor, const Staging& 
 
 void Engine::deliver_peer(const Mirror& mirror, c10::Event& done) {
   const std::lock_guard<std::mutex> lock(device_mutex_);
+  const c10::DeviceGuard on(mirror.device.device());
   DeviceLane& lane = this->lane(mirror.device.device(), /*of_peers=*/true);
   lane.deliver({mirror});
   done.record(lane.deliver_stream());
@@ -382,10 +386,13 @@ void Engine::settle_later(intrusive_ptr<PeerWork> work) {
     const std::lock_guard<std::mutex> lock(wanted_mutex_);
     wanted_.push_back(work);
   }
-  peer_waiter_.submit([self = shared_from_this(), work = std::move(work)] {
+  peer_waiter_.submit([self = shared_from_this(), work = std::move(work)]() mutable {
     work->settle();
-    const std::lock_guard<std::mutex> lock(self->wanted_mutex_);
-    self->wanted_.erase(std::find(self->wanted_.begin(), self->wanted_.end(), work));
+    {
+      const std::lock_guard<std::mutex> lock(self->wanted_mutex_);
+      self->wanted_.erase(std::find(self->wanted_.begin(), self->wanted_.end(), work));
+    }
+    if (const auto device = work->device()) self->dispose(std::move(work), *device);
   });
 }
 

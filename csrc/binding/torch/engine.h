@@ -34,6 +34,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
         secret_(options.secret),
         device_path_(std::move(device_path)) {}
 
+  ~Engine() {
+    const DisposalGuard on(used_device_);
+    pending_.clear();
+    lanes_.clear();
+    watch_.reset();
+    peers_.clear();
+  }
+
   Communicator& comm() { return comm_; }
   const std::shared_ptr<Store>& store() const { return store_; }
   const std::string& group() const { return group_; }
@@ -70,15 +78,15 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   /// Runs op(communicator) on the group's thread. A callback of another operation runs there
   /// already: an operation that it issues runs at once, so that it comes before all later
-  /// operations on every rank. `on_device`: the operation is disposed of on another thread.
+  /// operations on every rank. `device`: what it uses is there, and another thread disposes of it.
   template <typename F>
-  void submit(const intrusive_ptr<Work>& work, F op, bool on_device = false) {
+  void submit(const intrusive_ptr<Work>& work, F op, std::optional<c10::Device> device = {}) {
     work->set_engine(weak_from_this());
     struct Operation {
       intrusive_ptr<Work> work;
       F op;
     };
-    auto run = [self = shared_from_this(), on_device,
+    auto run = [self = shared_from_this(), device,
                 operation = std::make_shared<Operation>(Operation{work, std::move(op)})]() mutable {
       std::exception_ptr error;
       try {
@@ -87,7 +95,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
         error = std::current_exception();
       }
       operation->work->end(error);
-      if (on_device) self->dispose(std::move(operation));
+      if (device) self->dispose(std::move(operation), *device);
     };
     if (queue_.inside()) return run();
     queue_.submit(std::move(run));
@@ -97,9 +105,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// uses. Another thread may hold the driver's lock, in a copy to memory that is not pinned, until
   /// our next operation has ended: so no thread that ends operations may wait for the lock.
   template <typename T>
-  void dispose(T thing) noexcept {
+  void dispose(T thing, c10::Device device) noexcept {
     try {
-      disposal_.submit([thing = std::move(thing)] {});
+      disposal_.submit([thing = std::move(thing), device] { stay_on(device); });
     } catch (...) {  // in a forked child, which has no such thread: it is destroyed by now
     }
   }
@@ -210,7 +218,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     ~KeptWork() {
       const auto engine = work->engine();
       if (engine && work->copies()) work->settle();
-      if (engine && work->on_device()) engine->dispose(std::move(work));
+      const auto device = work->device();
+      if (engine && device) engine->dispose(std::move(work), *device);
     }
   };
   WorkPtr keep(intrusive_ptr<PeerWork> work, Communicator::Request& request);
@@ -257,7 +266,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::mutex opening_mutex_;  ///< held while a route is opened
   std::mutex routes_mutex_;
   std::map<std::tuple<c10::DeviceType, c10::DeviceIndex, PeerRoute::Kind>, RouteOrReason> peers_;
-  PeerWatch watch_;  ///< of the ranks with which there are routes
+  std::optional<PeerWatch> watch_;  ///< of the ranks with which there are routes
   std::atomic<uint64_t> seq_{0}, peer_seq_{0};
   std::atomic<c10d::ErrorType> error_{c10d::ErrorType::SUCCESS};
 

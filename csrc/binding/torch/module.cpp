@@ -119,25 +119,22 @@ void bind(py::module_& m) {
                 one_of<std::string>("device_path", path, {{"auto", "auto"}, {"host", "host"}});
           });
 
-  // `hold` is the address of a function of the type in core/stream_hold.h.
+  // The first two are addresses of functions of the types in core/stream_hold.h.
   m.def(
-      "set_stream_hold",
-      [](const std::string& type, uintptr_t hold) {
-        set_abilities(c10::Device(type).type(), [hold](DeviceAbilities& all) {
-          all.hold = reinterpret_cast<StreamHold>(hold);
-        });
-      },
-      py::arg("device_type"), py::arg("hold"));
-  m.def(
-      "set_host_addressable",
-      [](const std::string& type, bool addressable) {
+      "set_device_abilities",
+      [](const std::string& type, uintptr_t hold, uintptr_t exchange_capture_mode,
+         bool host_addressable) {
         set_abilities(c10::Device(type).type(),
-                      [addressable](DeviceAbilities& all) { all.host_addressable = addressable; });
+                      {reinterpret_cast<StreamHold>(hold),
+                       reinterpret_cast<ExchangeCaptureMode>(exchange_capture_mode),
+                       host_addressable});
       },
-      py::arg("device_type"), py::arg("addressable"));
+      py::arg("device_type"), py::arg("stream_hold") = 0, py::arg("exchange_capture_mode") = 0,
+      py::arg("host_addressable") = false);
 
-  py::class_<Work, c10d::Work, intrusive_ptr<Work>>(m, "Work").def_property_readonly("finite",
-                                                                                     &Work::finite);
+  py::class_<Work, c10d::Work, intrusive_ptr<Work>>(m, "Work")
+      .def_property_readonly("finite",
+                             py::cpp_function(&Work::finite, py::call_guard<GilReleased>()));
 
   using FutureOfPython = std::shared_ptr<torch::jit::PythonFutureWrapper>;
   m.def("then", &then, py::arg("work"), py::arg("callback"));

@@ -15,19 +15,8 @@ namespace pycomm::torch_binding {
 
 class PeerWatch {
  public:
-  PeerWatch() = default;
-  PeerWatch(const PeerWatch&) = delete;
-  /// Ends the thread.
-  ~PeerWatch() {
-    if (!state_ || fork_.in_child()) return;  // the thread is the parent's
-    const std::lock_guard<std::mutex> lock(state_->mutex);
-    state_->ended = true;
-    state_->changed.notify_all();
-  }
-  /// Calls `look`, which must not throw, every 100 ms from now on; if called again, does nothing.
-  void start(std::function<void()> look) {
-    if (state_) return;
-    state_ = std::make_shared<State>();
+  /// Calls `look`, which must not throw, every 100 ms from now on.
+  explicit PeerWatch(std::function<void()> look) {
     thread_.submit([state = state_, look = std::move(look)] {
       std::unique_lock<std::mutex> lock(state->mutex);
       while (!state->changed.wait_for(lock, Milliseconds(100), [&] { return state->ended; })) {
@@ -36,6 +25,14 @@ class PeerWatch {
         lock.lock();
       }
     });
+  }
+  PeerWatch(const PeerWatch&) = delete;
+  /// Ends the thread.
+  ~PeerWatch() {
+    if (fork_.in_child()) return;  // the thread is the parent's
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    state_->ended = true;
+    state_->changed.notify_all();
   }
 
  private:
@@ -46,8 +43,8 @@ class PeerWatch {
     bool ended = false;
   };
   const ForkGuard fork_{};
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
   Queue thread_;  ///< destroyed after our destructor has let it end
-  std::shared_ptr<State> state_;
 };
 
 }  // namespace pycomm::torch_binding

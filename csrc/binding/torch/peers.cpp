@@ -1,8 +1,6 @@
 // Peer routes among the accelerators of a host. A part of _c10d.
 #include "binding/torch/peers.h"
 
-#include <c10/core/DeviceGuard.h>
-
 #include <fstream>
 
 #include "core/device.h"
@@ -83,8 +81,7 @@ void PeerRoute::call(const std::function<void(PeerRoute&)>& op, bool captured) {
 
 void PeerRoute::lose(int rank) noexcept {
   try {
-    // Otherwise CUDA would make this thread a user of the first device, too.
-    const c10::DeviceGuard on(device_);
+    stay_on(device_);
     const std::lock_guard<std::mutex> lock(under_way_mutex_);
     const bool waits = !under_way_.empty() && !under_way_.back().done->query();
     if (calling_ || captured_ || waits) group_.lose(rank);
@@ -93,6 +90,11 @@ void PeerRoute::lose(int rank) noexcept {
 }
 
 void PeerRoute::look() {
+  // The thread may be one that reads the trace.
+  const c10::DeviceGuard on(device_);
+  const int mode = exchange_capture_mode(device_.type(), kAsksEvents);
+  const std::shared_ptr<void> looked(
+      nullptr, [&](void*) { exchange_capture_mode(device_.type(), mode); });
   const std::lock_guard<std::mutex> lock(under_way_mutex_);
   if (under_way_.empty() || !under_way_.front().done->query()) return;
   bool fine = true;
@@ -118,9 +120,11 @@ void PeerRoute::run_coded(Op op, const CodedArgs& args, void* out, float* found_
 
 PeerRoute::~PeerRoute() {
   trace_->set_look(nullptr);
+  // No signal ends it: kernels of peers would lose memory under ours.
   const auto wait = [this](Milliseconds limit) {
+    const DisposalGuard on(device_);
     const Deadline deadline = Deadline::after(limit);
-    for (Backoff backoff; !last_->query() && !deadline.expired();) backoff.wait();
+    while (!last_->query() && !deadline.expired()) std::this_thread::sleep_for(Milliseconds(1));
     return last_->query();
   };
   try {

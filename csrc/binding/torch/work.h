@@ -226,8 +226,8 @@ class PeerWork : public Work {
   bool done() const { return request_->done(); }
   /// True if what is received has to be copied into the tensor.
   bool copies() const { return copies_; }
-  /// True if its tensor is on a device.
-  virtual bool on_device() const { return false; }
+  /// Returns the device of its tensor; nothing for the CPU.
+  virtual std::optional<c10::Device> device() const { return {}; }
   bool isCompleted() override {
     // The first thread that sees that the request is done completes the work. Others must not wait
     // for it here: they may hold the interpreter that it needs.

@@ -140,7 +140,6 @@ PYCOMM_INLINE void finish_block(const Signs& signs, const float* __restrict y, s
 Signs::Signs(const RotationHeader& header, size_t value, size_t size, uint32_t stream) {
   const uint64_t word = header.word + value / kSignsPerWord;
   skip_ = word % 4;
-  if (size == 0) return;  // no bits are requested
   random_block({header.key, 0, stream}, word - skip_, skip_ + size / kSignsPerWord, words_);
 }
 

@@ -25,8 +25,11 @@ void load(Kernel* kernel) {
 
 template <typename Args>
 void launch(void (*kernel)(Args), const Args& args, int blocks, Stream stream) {
-  kernel<<<blocks, kThreads, 0, static_cast<cudaStream_t>(stream.handle)>>>(args);
-  check(cudaGetLastError(), "start a collective");
+  // Not by <<<>>>, whose error may be that of an earlier call that nobody has looked at.
+  void* arguments[] = {const_cast<Args*>(&args)};
+  check(cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(blocks), dim3(kThreads),
+                         arguments, 0, static_cast<cudaStream_t>(stream.handle)),
+        "start a collective");
 }
 
 template <typename Kernel>

@@ -15,7 +15,7 @@ import numpy
 import torch
 
 from pycomm import _C
-from pycomm.codecs.cuda.launches import Launch
+from pycomm._C import Launch
 from pycomm.codecs.cuda.sources import check_library, compile_options, source
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 
 import pycomm
+from pycomm._C import Launch, recorded
 from pycomm.codecs import CODECS
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.base import Codec
-from pycomm.codecs.cuda.launches import Launch, recorded
 from pycomm.codecs.cuda.sources import check_library, include_folder, source_file
 from tests.codecs.cases import ROTATIONS, SPECS
 from tests.compiling import GENERATED, compile_cpp
@@ -32,6 +32,8 @@ FLAGS = (
     *("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC"),
     "-fno-gnu-unique",
 )
+# What a GPU refuses, or does otherwise than this processor.
+STRICT = ("-fsanitize=alignment,bounds,shift,float-cast-overflow", "-fno-sanitize-recover=all")
 
 
 def kernels(specs: Sequence[str] = tuple(SPECS + ROTATIONS)) -> list[str]:
@@ -113,7 +115,8 @@ def all_kernels() -> ctypes.CDLL:
     digest = hashlib.sha256()
     for source in sorted(p for p in include_folder().rglob("*") if p.suffix in (".h", ".cu")):
         digest.update(source.read_bytes())
-    digest.update(Path(__file__).with_name("emulated.h").read_bytes())
+    for ours in (Path(__file__), Path(__file__).with_name("emulated.h")):
+        digest.update(ours.read_bytes())
     GENERATED.mkdir(parents=True, exist_ok=True)
     with (GENERATED / "kernels.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -144,7 +147,7 @@ def compiled(
                 partial.replace(file)
             include = (f"-I{Path(__file__).parent}", f"-I{folder or include_folder()}")
             whole = binary.with_suffix(f".{os.getpid()}")
-            compile_cpp(file, whole, *FLAGS, *include, link=["-shared"])
+            compile_cpp(file, whole, *FLAGS, *STRICT, *include, link=["-shared", *STRICT])
             whole.replace(binary)
         library = ctypes.CDLL(str(binary))
     library.listed.restype = ctypes.c_char_p

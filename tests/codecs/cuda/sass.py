@@ -33,9 +33,9 @@ import torch
 
 import pycomm
 from pycomm import _C
+from pycomm._C import Launch, recorded
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.base import Codec
-from pycomm.codecs.cuda.launches import Launch, recorded
 from pycomm.codecs.cuda.sources import source_file
 from tests.codecs.cuda.emulated import decode_launches, encode_launches
 from tests.codecs.cuda.known import decided

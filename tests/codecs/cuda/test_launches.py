@@ -13,11 +13,11 @@ import torch
 
 import pycomm
 from pycomm import _C
+from pycomm._C import recorded
 from pycomm._cuda_wheel import STAMP
 from pycomm.codecs import CODECS
 from pycomm.codecs.args import EncodeArgs, RandomKey
 from pycomm.codecs.cuda import sources
-from pycomm.codecs.cuda.launches import recorded
 from pycomm.codecs.cuda.sources import has_kernels
 from pycomm.codecs.implementations import implementation
 from pycomm.codecs.sign import Sign
@@ -33,7 +33,7 @@ from tests.codecs.cuda.emulated import (
     run,
 )
 from tests.codecs.cuda.ptx import ARCHS
-from tests.codecs.harness import check_ptx, spills
+from tests.codecs.harness import check_ptx
 from tests.torch.harness import same_bits
 from tests.torch.optim.followed import KINDS, ByPasses, differing
 
@@ -209,10 +209,6 @@ def test_momentum_has_no_kernels():
 @pytest.mark.parametrize("arch", ARCHS)
 def test_nvrtc_compiles_them_exactly(arch):
     check_ptx("feedback", KERNELS, arch)
-
-
-def test_nvcc_spills_no_register(tmp_path):
-    assert spills("feedback", tmp_path, ["90"]) == [("0", "0", "0")] * len(KERNELS)
 
 
 # ------------------------------------------------------------------------------------------ moments

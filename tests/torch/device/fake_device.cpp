@@ -132,6 +132,43 @@ Worker& worker(c10::Stream s) {
 }
 
 thread_local c10::DeviceIndex current_device = 0;
+
+// Devices on which this process has a context, which costs hundreds of MB of a GPU. As with CUDA,
+// a thread makes one when it sets another device, and for what it asks of a device. As in torch,
+// a guard goes back to a device without a context only by name: the driver does not hear of it.
+std::array<std::atomic<bool>, kDevices> contexts{};
+thread_local c10::DeviceIndex device_of_driver = 0;
+
+void use_driver() { contexts.at(device_of_driver) = true; }
+void set_device(c10::DeviceIndex d) {
+  current_device = d;
+  if (d == std::exchange(device_of_driver, d)) return;
+  use_driver();
+}
+void return_to_device(c10::DeviceIndex d) {
+  if (contexts.at(d)) return set_device(d);
+  current_device = d;
+}
+/// What torch does for calls that need the device of their stream: it returns to any device.
+class OnDevice {
+ public:
+  explicit OnDevice(c10::DeviceIndex d) : before_(current_device) {
+    set_device(d);
+    use_driver();
+  }
+  ~OnDevice() { set_device(before_); }
+
+ private:
+  const c10::DeviceIndex before_;
+};
+/// Returns the devices with contexts, a bit for each; and forgets them, and which this thread uses.
+int64_t made_contexts(bool forget) {
+  int64_t made = 0;
+  for (int d = 0; d < kDevices; d++) made |= int64_t{contexts.at(d)} << d;
+  for (int d = 0; forget && d < kDevices; d++) contexts.at(d) = false;
+  if (forget) current_device = device_of_driver = 0;
+  return made;
+}
 thread_local std::array<c10::StreamId, kDevices> current_streams{};
 
 c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id) {
@@ -139,6 +176,13 @@ c10::Stream stream_of(c10::DeviceIndex device, c10::StreamId id) {
 }
 c10::Stream current_stream(c10::DeviceIndex device) {
   return stream_of(device, current_streams.at(device));
+}
+
+/// What this thread may ask while any thread captures: as CUDA's modes, of which 0 allows nothing.
+thread_local int capture_mode = 0;
+int exchange_capture_mode(int* mode) {
+  std::swap(capture_mode, *mode);
+  return 0;
 }
 
 /// A simulated graph capture, starting at an origin stream. Captured work still runs; operations
@@ -185,6 +229,7 @@ class Capture {
     return std::find(streams_.begin(), streams_.end(), s) != streams_.end();
   }
   void refuse(const char* what) {
+    if (capture_mode == 2) return;  // relaxed
     const std::lock_guard<std::mutex> lock(mutex_);
     TORCH_CHECK(streams_.empty(), "capture: nobody may ", what);
   }
@@ -325,6 +370,9 @@ Allocator device_memory(false), pinned_memory(true);
 
 /// Streams of high priority that were asked for.
 std::atomic<int64_t> prioritized{0};
+/// Milliseconds by which streams reach events later.
+std::atomic<int64_t> event_delay{0};
+void delay_events(int64_t milliseconds) { event_delay = milliseconds; }
 /// Number of events until they are refused; below 0: never.
 std::atomic<int64_t> records_left{-1};
 void refuse_events_after(int64_t count) { records_left = count; }
@@ -335,11 +383,13 @@ void keep_callers(bool on) { full = on; }
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kFake; }
   c10::Device exchangeDevice(c10::Device d) const override {
-    return {kFake, std::exchange(current_device, d.index())};
+    const c10::DeviceIndex before = current_device;
+    set_device(d.index());
+    return {kFake, before};
   }
   c10::Device getDevice() const override { return {kFake, current_device}; }
-  void setDevice(c10::Device d) const override { current_device = d.index(); }
-  void uncheckedSetDevice(c10::Device d) const noexcept override { current_device = d.index(); }
+  void setDevice(c10::Device d) const override { set_device(d.index()); }
+  void uncheckedSetDevice(c10::Device d) const noexcept override { return_to_device(d.index()); }
   c10::Stream getStream(c10::Device d) const override {
     return current_stream(d.has_index() ? d.index() : current_device);
   }
@@ -371,8 +421,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     for (int id = 0; id < kStreams; id++) worker(stream_of(d, id)).mark()->wait();
   }
 
-  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+  void destroyEvent(void* event, const c10::DeviceIndex d) const noexcept override {
+    if (!event) return;
     const std::lock_guard<std::mutex> call(driver());
+    const OnDevice on(d);
     capture().forget(event);
     delete static_cast<MarkPtr*>(event);
   }
@@ -381,19 +433,25 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     TORCH_CHECK(records_left != 0, "the device has failed");
     if (records_left > 0) records_left--;
     const std::lock_guard<std::mutex> call(driver());
+    const OnDevice on(s.device_index());
     if (!*event) *event = new MarkPtr;
+    if (event_delay > 0) {
+      worker(s).queue([] { std::this_thread::sleep_for(std::chrono::milliseconds(event_delay)); });
+    }
     *static_cast<MarkPtr*>(*event) = worker(s).mark();
     note(kRecord, s.id(), (*static_cast<MarkPtr*>(*event))->number);
     capture().record(*event, s);
   }
   void block(void* event, const c10::Stream& s) const override {
     const std::lock_guard<std::mutex> call(driver());
+    const OnDevice on(s.device_index());
     note(kBlock, s.id(), (*static_cast<MarkPtr*>(event))->number);
     worker(s).queue([mark = *static_cast<MarkPtr*>(event)] { mark->wait(); });
     capture().block(event, s);
   }
   bool queryEvent(void* event) const override {
     capture().refuse("ask an event");
+    if (event) use_driver();
     return !event || (*static_cast<MarkPtr*>(event))->is_set();
   }
   double elapsedTime(void* begin, void* end, const c10::DeviceIndex) const override {
@@ -421,13 +479,15 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   c10::DeviceIndex deviceCount() const override { return kDevices; }
-  void setCurrentDevice(c10::DeviceIndex d) const override { current_device = d; }
+  void setCurrentDevice(c10::DeviceIndex d) const override { set_device(d); }
   c10::DeviceIndex getCurrentDevice() const override { return current_device; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex d) const override {
-    return std::exchange(current_device, d);
+    return Guard().exchangeDevice({kFake, d}).index();
   }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex d) const override {
-    return std::exchange(current_device, d);
+    const c10::DeviceIndex before = current_device;
+    return_to_device(d);
+    return before;
   }
   bool isPinnedPtr(const void* data) const override { return Memory::instance().is_pinned(data); }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory; }
@@ -610,6 +670,7 @@ bool hold(void* stream, const uint32_t* word, uint32_t value) {
   return true;
 }
 int64_t hold_address() { return reinterpret_cast<int64_t>(&hold); }
+int64_t capture_mode_address() { return reinterpret_cast<int64_t>(&exchange_capture_mode); }
 
 }  // namespace
 
@@ -647,8 +708,10 @@ TORCH_LIBRARY(fakegpu, m) {
   m.def("busy(int milliseconds) -> ()", &busy);
   m.def("launch(int run, str kernel, int blocks, Tensor argument) -> ()", &launch);
   m.def("hold_address() -> int", &hold_address);
+  m.def("capture_mode_address() -> int", &capture_mode_address);
   m.def("refuse_holds_after(int count) -> ()", &refuse_holds_after);
   m.def("refuse_events_after(int count) -> ()", &refuse_events_after);
+  m.def("delay_events(int milliseconds) -> ()", &delay_events);
   m.def("keep_callers(bool on) -> ()", &keep_callers);
   m.def("record_calls(bool on) -> ()", &record_calls);
   m.def("recorded_calls() -> int[]", &recorded_calls);
@@ -660,6 +723,7 @@ TORCH_LIBRARY(fakegpu, m) {
   m.def("end_capture() -> int", &end_capture);
   m.def("replay(int graph) -> ()", &replay);
   m.def("most_bytes(bool reset) -> int", &most_bytes);
+  m.def("made_contexts(bool forget) -> int", &made_contexts);
 }
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) {  // nothing is computed in another dtype
   m.fallback(torch::CppFunction::makeFallthrough());

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.cpp_extension import include_paths, library_paths
 
+from pycomm._C import Launch
 from pycomm.codecs import implementations
-from pycomm.codecs.cuda.launches import Launch
 from tests.codecs.cuda import emulated
 from tests.compiling import GENERATED, compile_cpp
 from tests.torch.harness import equal
@@ -160,13 +160,17 @@ def load(way: str) -> None:
         torch.utils.generate_methods_for_privateuse1_backend()
     c10d = _build.load_c10d()
     held = way in ("held", "kernels")
-    c10d.set_stream_hold(NAME, torch.ops.fakegpu.hold_address() if held else 0)
+    c10d.set_device_abilities(
+        NAME,
+        torch.ops.fakegpu.hold_address() if held else 0,
+        torch.ops.fakegpu.capture_mode_address(),
+        way in ("peers", "both"),
+    )
     compiled = way in ("kernels", "both")
     implementations.ORDER[NAME] = ("nvrtc",) if compiled else ("reference",)
     implementations._select.cache_clear()
     if compiled:
         implementations.nvrtc = Kernels
-    c10d.set_host_addressable(NAME, way in ("peers", "both"))
 
 
 def run(

@@ -27,8 +27,8 @@ from torch import nn
 
 import pycomm
 from pycomm import _C
+from pycomm._C import Launch
 from pycomm.codecs import convert, implementations
-from pycomm.codecs.cuda.launches import Launch
 from pycomm.feedback import Feedback
 from pycomm.hooks.ddp import HookState, compress_hook
 from pycomm.reduction import paths, side_stream

@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -510,6 +513,41 @@ def test_tensors_must_be_on_one_device(rank, ranks):
     assert x.cpu().eq(ranks).all()
 
 
+@on_fakes()
+@WAYS
+def test_a_rank_makes_a_context_on_its_own_device_alone(rank, ranks):
+    """Else each rank takes hundreds of MB of the first GPU, where its thread has set none."""
+    torch.ops.fakegpu.made_contexts(True)
+    device = f"{FAKE}:1"
+
+    def use(group: Any) -> None:
+        x = torch.ones(1000, device=device)
+        dist.all_reduce(x, group=group)
+        dist.all_reduce(x, group=group, async_op=True).wait(timedelta(seconds=10))
+        works = [dist.all_reduce(x, group=group, async_op=True) for _ in range(3)]
+        for work in works:
+            while not work.is_completed():
+                time.sleep(0.001)
+        (dist.send if rank == 0 else dist.recv)(x, 1 - rank, group=group)
+        received = torch.empty_like(x)
+        request = dist.irecv(received, 1 - rank, group=group)
+        dist.send(x, 1 - rank, group=group)
+        request.get_future()
+        request.wait()
+        assert received.cpu().equal(x.cpu())
+        dist.barrier(group=group)
+        dist.all_reduce(x, group=group)
+        reader = threading.Thread(target=_C.traces)
+        reader.start()
+        reader.join()
+
+    group = dist.new_group(backend=GROUP, timeout=timedelta(seconds=20))
+    use(group)
+    dist.destroy_process_group(group)
+    gc.collect()
+    assert torch.ops.fakegpu.made_contexts(False) == 1 << 1
+
+
 @on_fakes("held")
 def test_devices_that_differ_are_told_on_every_rank(rank, ranks):
     x = torch.full((1000,), float(rank), device="cpu" if rank == 0 else FAKE)
@@ -562,6 +600,66 @@ def test_operations_among_peers_are_in_the_trace(rank, ranks):
     assert {(r["state"], r["algo"], r["dtype"]) for r in records} == {
         ("completed", "peers", "float32")
     }
+
+
+@on_fakes("peers")
+def test_who_waits_for_a_flag_lets_other_threads_run(rank, ranks):
+    x = torch.ones(64, device=FAKE)
+    bucket = bucket_of("int8", [64], Residuals(Feedback(), ranks), FAKE)
+    native = chosen(bucket, dist.group.WORLD, "all_reduce", x).native
+    work = native.compressed_all_reduce(x, bucket.native, bucket.sides, seed=1, step=1)
+    turns, waits = [0], True
+
+    def run_beside() -> None:
+        while waits:
+            turns[0] += 1
+            time.sleep(0.001)
+
+    other = threading.Thread(target=run_beside)
+    other.start()
+    before = turns[0]
+    torch.ops.fakegpu.busy(1000)
+    assert work.finite
+    during, waits = turns[0] - before, False
+    other.join()
+    assert during > 20
+
+
+class Alarm(Exception):
+    """Of a signal."""
+
+
+@on_fakes("peers")
+def test_a_signal_during_the_last_wait_is_not_lost(rank, ranks):
+    def ring(*_: Any) -> None:
+        raise Alarm
+
+    group = dist.new_group(backend=GROUP, timeout=timedelta(seconds=20))
+    x = torch.ones(64, device=FAKE)
+    dist.all_reduce(x, group=group)
+    before = signal.signal(signal.SIGALRM, ring)
+    torch.ops.fakegpu.delay_events(1000)
+    try:
+        dist.all_reduce(x, group=group)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(Alarm):
+            dist.destroy_process_group(group)  # waits for the operation's event
+    finally:
+        torch.ops.fakegpu.delay_events(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@on_fakes("peers")
+def test_who_reads_the_trace_ends_no_capture(rank, ranks):
+    """The straggler monitor's thread does, and events may not be asked meanwhile."""
+    x = slow(rank, FAKE, 0)
+    dist.all_reduce(x)
+    x.cpu()
+    with capture(FAKE), ThreadPoolExecutor(1) as reader:
+        traces = reader.submit(_C.traces).result()
+        *_, trace = (t for t in traces if t["group"].endswith(f"/peers on {x.device}"))
+        assert [r["state"] for r in trace["records"]] == ["completed"]
+        dist.all_reduce(x)
 
 
 @on_fakes("peers")
