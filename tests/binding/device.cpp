@@ -4,6 +4,7 @@
 
 #include "binding/core/arguments.h"
 #include "binding/core/errors.h"
+#include "binding/core/gil.h"
 #include "collectives/device/group.h"
 #include "core/error.h"
 #include "tests/binding/module.h"

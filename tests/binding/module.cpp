@@ -12,6 +12,7 @@
 
 #include "binding/core/arguments.h"
 #include "binding/core/errors.h"
+#include "binding/core/gil.h"
 #include "collectives/algorithms/dispatch.h"
 #include "collectives/coded/coded.h"
 #include "collectives/communicator.h"

@@ -8,6 +8,7 @@
 
 #include "binding/core/arguments.h"
 #include "binding/core/errors.h"
+#include "binding/core/gil.h"
 #include "collectives/window/shared.h"
 #include "core/env.h"
 #include "tests/binding/module.h"

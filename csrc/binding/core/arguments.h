@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "binding/core/errors.h"
+#include "binding/core/gil.h"
 #include "collectives/common/pieces.h"
 #include "collectives/communicator.h"
 #include "core/deadline.h"

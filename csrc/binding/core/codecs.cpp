@@ -3,7 +3,7 @@
 
 #include <optional>
 
-#include "binding/core/errors.h"
+#include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "codecs/base/codec.h"
 #include "codecs/base/feedback.h"

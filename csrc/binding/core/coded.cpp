@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "binding/core/arguments.h"
+#include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "collectives/coded/two_shot.h"
 #include "core/arithmetic.h"

@@ -14,6 +14,7 @@
 
 #include "binding/core/arguments.h"
 #include "binding/core/errors.h"
+#include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "binding/core/trace_records.h"
 #include "core/error.h"

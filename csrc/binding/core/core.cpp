@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "binding/core/errors.h"
+#include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "core/crc32c.h"
 #include "core/device.h"

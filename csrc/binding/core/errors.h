@@ -1,62 +1,20 @@
-// The interpreter as a thread of ours meets it: its lock (GIL), which may be asked for when the
-// interpreter has ended, signals, and pycomm's errors as the Python classes of pycomm/errors.py. _C
-// and _c10d share them, so that `except pycomm.PeerLost` catches both.
+// Exceptions: pycomm's errors as the Python classes of pycomm/errors.py. Shared by _C and _c10d, so
+// that `except pycomm.PeerLost` catches both.
 #pragma once
-#include <cxxabi.h>
 #include <pybind11/pybind11.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <exception>
-#include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 
+#include "binding/core/gil.h"
 #include "core/env.h"
 #include "core/error.h"
 #include "core/interrupt.h"
 
 namespace pycomm {
-
-/// Calls a function that may take the lock. When the interpreter has ended, Python (until 3.13)
-/// ends a thread that asks for the lock on the spot, by unwinding it; to unwind a destructor is
-/// std::terminate(), which ends the process. Such a thread is a daemon, for which nothing waits: it
-/// stays here instead, as in Python 3.14.
-template <typename F>
-void take_gil_or_stay(const F& take) {
-  try {
-    take();
-  } catch (const abi::__forced_unwind&) {
-    for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
-  }
-}
-
-/// Like pybind11::gil_scoped_release, but also safe at the interpreter's end.
-class GilReleased {
- public:
-  GilReleased() : state_(PyEval_SaveThread()) {}
-  ~GilReleased() {
-    take_gil_or_stay([this] { PyEval_RestoreThread(state_); });
-  }
-  GilReleased(const GilReleased&) = delete;
-  GilReleased& operator=(const GilReleased&) = delete;
-
- private:
-  PyThreadState* state_;
-};
-
-/// Like pybind11::gil_scoped_acquire, but also safe at the interpreter's end.
-class GilAcquired {
- public:
-  GilAcquired() {
-    take_gil_or_stay([this] { held_.emplace(); });
-  }
-
- private:
-  std::optional<pybind11::gil_scoped_acquire> held_;
-};
 
 /// Returns a text of Python. An error may quote what another rank, or a stranger, has written,
 /// which need not be UTF-8.

@@ -5,6 +5,7 @@
 #include <tuple>
 
 #include "binding/core/arguments.h"
+#include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "core/arithmetic.h"
 #include "optim/moments.h"

@@ -7,6 +7,7 @@
 
 #include "binding/core/arguments.h"
 #include "binding/core/errors.h"
+#include "binding/core/gil.h"
 #include "binding/core/module.h"
 #include "core/error.h"
 #include "transports/openssl.h"
