@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "collectives/common/schedule.h"
 
 namespace pycomm::coded {
 namespace {

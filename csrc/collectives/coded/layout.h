@@ -2,7 +2,7 @@
 // segment. It is equal on all ranks.
 #pragma once
 #include "collectives/common/options.h"
-#include "collectives/common/schedule.h"
+#include "collectives/common/shares.h"
 
 namespace pycomm::coded {
 

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/common/schedule.h"
+#include "collectives/common/shares.h"
 #include "core/env.h"
 
 namespace pycomm {
@@ -38,7 +38,8 @@ class Topology {
 struct Speed {
   double way = 0;   ///< seconds that a message travels to the farthest rank
   double byte = 0;  ///< seconds of a byte on the slowest rank's link
-  double shared = 0;  ///< bytes of the slowest rank in two shots of one buffer, by the best shares
+  double shared =
+      0;  ///< bytes of the slowest rank in two shots with the best shares, of one buffer
 };
 
 /// Returns the shares with which two shots of ranks at these rates (bytes per second, the slower

@@ -6,46 +6,13 @@
 // on its place in the bucket nor on the number of ranks.
 #pragma once
 #include <algorithm>
-#include <cmath>
 #include <cstddef>
-#include <cstdint>
 #include <vector>
 
+#include "collectives/common/shares.h"
 #include "core/types.h"
 
-namespace pycomm {
-
-/// Shares: how much of a buffer each of a number of owners has, in steps of 1/65536. They are the
-/// same on all ranks, and equal unless the ranks' links differ (links.h).
-class Shares {
- public:
-  /// Equal shares of any number of owners.
-  Shares() = default;
-  /// Shares in these proportions, none negative, with a positive sum.
-  explicit Shares(const std::vector<double>& parts) : begins_(parts.size() + 1, kWhole) {
-    double sum = 0, before = 0;
-    for (const double part : parts) sum += part;
-    for (size_t i = 0; i < parts.size(); before += parts[i++]) {
-      begins_[i] = static_cast<uint32_t>(std::lround(before / sum * kWhole));
-    }
-  }
-
-  bool equal() const { return begins_.empty(); }
-  /// Returns where the share of an owner begins in `units`; owner `count` begins at their end.
-  /// Only for shares that are not equal.
-  size_t begin(size_t units, int owner) const {
-    const size_t before = begins_[static_cast<size_t>(owner)];
-    return units / kWhole * before + units % kWhole * before / kWhole;
-  }
-  /// Returns the begin of each share in 65536 units, and their end; empty if they are equal.
-  const std::vector<uint32_t>& begins() const { return begins_; }
-
- private:
-  static constexpr uint32_t kWhole = 1 << 16;
-  std::vector<uint32_t> begins_;
-};
-
-namespace schedule {
+namespace pycomm::schedule {
 
 /// Range of the elements begin <= i < end of a buffer.
 struct Range {
@@ -150,5 +117,4 @@ void for_runs(Span<const Part> parts, const Range& range, const F& f) {
   }
 }
 
-}  // namespace schedule
-}  // namespace pycomm
+}  // namespace pycomm::schedule
