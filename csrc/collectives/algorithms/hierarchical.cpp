@@ -1,6 +1,7 @@
 #include <memory>
 
 #include "collectives/algorithms/algorithms.h"
+#include "collectives/algorithms/dispatch.h"
 #include "collectives/algorithms/rails.h"
 
 namespace pycomm::hierarchical {

@@ -1,45 +1,10 @@
-// What the hierarchical algorithms are made of: the steps inside a node, and the rails between
-// nodes, with the ranks on them and how buffers are cut for them.
+// Rails of the hierarchical algorithms: the ranks on them, and how buffers are cut for them.
 #pragma once
-#include <optional>
-
-#include "collectives/algorithms/dispatch.h"
+#include "collectives/algorithms/node.h"
+#include "collectives/common/cost.h"
 #include "collectives/common/schedule.h"
 
-namespace pycomm {
-
-/// The ranks that share memory with this one, or those of its site, and one collective's steps
-/// among them. Ranks are numbered by their place in the node. A rank that is alone on its node only
-/// copies.
-class Node {
- public:
-  explicit Node(const CollectiveContext& context);
-  /// Ends the call. Without it, after an error, the ranks of the node are out of step.
-  void end();
-
-  int size() const { return size_; }
-  int place() const { return place_; }
-  /// True unless its ranks exchange messages, as those of a site do.
-  bool shares_memory() const { return !site_; }
-
-  /// Runs a step. All ranks of the node make the same one with equal sizes. Parts know the bytes of
-  /// their elements, and the root is a place.
-  void run(const Collective& step);
-  void reduce_scatter(const ConstParts& in, void* out, const Fold& fold) {
-    run({Op::reduce_scatter, fold.dtype, in, {out, in.numel(place_)}, fold.op});
-  }
-  void all_gather(const void* in, const Parts& out);
-
- private:
-  Window* window_;                           ///< null: the ranks do not all share memory
-  Scratch scratch_;                          ///< of the steps over channels
-  std::optional<CollectiveContext> site_{};  ///< the ranks of a site of several hosts
-  Deadline deadline_;
-  int place_;
-  int size_;
-};
-
-namespace hierarchical {
+namespace pycomm::hierarchical {
 
 /// Bytes of a stage: what goes through shared memory at once while the stage before is in transit
 /// between the nodes.
@@ -115,5 +80,4 @@ void through_nodes(CollectiveContext& context, Node& node, const std::vector<Par
   node.all_gather(own.data, Parts(shards).of(element));
 }
 
-}  // namespace hierarchical
-}  // namespace pycomm
+}  // namespace pycomm::hierarchical

@@ -1,5 +1,6 @@
 #include "collectives/coded/coded.h"
 
+#include "collectives/algorithms/dispatch.h"
 #include "collectives/algorithms/rails.h"
 #include "collectives/coded/channels.h"
 #include "collectives/coded/two_shot.h"

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "collectives/common/links.h"
+#include "collectives/common/topology.h"
 #include "core/op.h"
 
 namespace pycomm {

@@ -44,26 +44,6 @@ std::string megabits(double rate) { return known(rate) ? decimal_text(rate * 8 /
 
 }  // namespace
 
-Topology::Topology(const std::vector<int>& first) : node_(first.size()), place_(first.size()) {
-  for (size_t r = 0; r < first.size(); r++) {
-    const int rank = static_cast<int>(r), lowest = first[r];
-    if (lowest == rank) {
-      node_[r] = nodes();
-      nodes_.emplace_back();
-    } else {
-      node_[r] = node_[lowest];
-    }
-    place_[r] = static_cast<int>(nodes_[node_[r]].size());
-    nodes_[node_[r]].push_back(rank);
-  }
-}
-
-int Topology::narrowest() const {
-  size_t ranks = nodes_.front().size();
-  for (const auto& node : nodes_) ranks = std::min(ranks, node.size());
-  return static_cast<int>(ranks);
-}
-
 // Rank r is done at the time T if its share x is at most (T rate - 1) / (n - 2). The least T for
 // which these bounds add up to 1 is found rank by rank: the fastest k ranks own something, and then
 // T = (n - 2 + k) / (sum of their rates). No rank is done before it has sent its own buffer, which

@@ -10,6 +10,7 @@
 #include "collectives/common/cost.h"
 #include "collectives/common/links.h"
 #include "collectives/common/options.h"
+#include "collectives/common/topology.h"
 #include "collectives/group/failure.h"
 #include "core/trace.h"
 #include "transports/shm/transport.h"

@@ -1,4 +1,4 @@
-#include "collectives/algorithms/rails.h"
+#include "collectives/algorithms/node.h"
 
 #include "transports/shm/window.h"
 
