@@ -480,7 +480,7 @@ def check_launches(rank: int, ranks: int, device: str, count: int) -> list[Any]:
     operations = Operations()
 
     def within(function: Any, context: Callable[[], Any]) -> Any:
-        """Call a function, and what it returns, in a context."""
+        """Call a function in a context."""
 
         def call(*args: Any, **options: Any) -> Any:
             with context():
