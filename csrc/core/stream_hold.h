@@ -13,8 +13,8 @@ using StreamHold = bool (*)(void* stream, const uint32_t* word, uint32_t value);
 /// of CUDA is needed to compile. Null if there is no driver, or one without this function.
 PYCOMM_API StreamHold cuda_stream_hold();
 
-/// Exchanges the mode of this thread, which says what it may ask of a device while a thread captures
-/// a graph. Modes are those of CUDA; returns 0 if it has done so.
+/// Exchanges the mode of this thread, which says what it may ask of a device while a thread
+/// captures a graph. Modes are those of CUDA; returns 0 if it has done so.
 using ExchangeCaptureMode = int (*)(int* mode);
 
 /// Returns that of CUDA, as above.

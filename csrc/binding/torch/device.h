@@ -58,8 +58,8 @@ bool is_capturing(const G&, c10::Stream, long) {
 /// True if a graph captures the device's current stream.
 bool is_capturing(c10::Device device);
 
-/// Sets what this thread may ask of devices while any thread captures a graph, by CUDA's numbers, and
-/// returns what it was. As torch begins captures, who asks for an event would end them.
+/// Sets what this thread may ask of devices while any thread captures a graph, by CUDA's numbers,
+/// and returns what it was. As torch begins captures, who asks for an event would end them.
 int exchange_capture_mode(c10::DeviceType type, int mode);
 constexpr int kAsksEvents = 2;  // CU_STREAM_CAPTURE_MODE_RELAXED
 
@@ -86,7 +86,7 @@ class DisposalGuard {
 
 /// What devices of a type can do, beside what c10 offers for every device.
 struct DeviceAbilities {
-  StreamHold hold = nullptr;      ///< how their streams are held; null: it is not known
+  StreamHold hold = nullptr;  ///< how their streams are held; null: it is not known
   ExchangeCaptureMode exchange_capture_mode = nullptr;  ///< null: there is no such mode
   bool host_addressable = false;  ///< the host uses their memory as its own: it runs their kernels
 };

@@ -124,17 +124,16 @@ void bind(py::module_& m) {
       "set_device_abilities",
       [](const std::string& type, uintptr_t hold, uintptr_t exchange_capture_mode,
          bool host_addressable) {
-        set_abilities(c10::Device(type).type(),
-                      {reinterpret_cast<StreamHold>(hold),
-                       reinterpret_cast<ExchangeCaptureMode>(exchange_capture_mode),
-                       host_addressable});
+        set_abilities(
+            c10::Device(type).type(),
+            {reinterpret_cast<StreamHold>(hold),
+             reinterpret_cast<ExchangeCaptureMode>(exchange_capture_mode), host_addressable});
       },
       py::arg("device_type"), py::arg("stream_hold") = 0, py::arg("exchange_capture_mode") = 0,
       py::arg("host_addressable") = false);
 
-  py::class_<Work, c10d::Work, intrusive_ptr<Work>>(m, "Work")
-      .def_property_readonly("finite",
-                             py::cpp_function(&Work::finite, py::call_guard<GilReleased>()));
+  py::class_<Work, c10d::Work, intrusive_ptr<Work>>(m, "Work").def_property_readonly(
+      "finite", py::cpp_function(&Work::finite, py::call_guard<GilReleased>()));
 
   using FutureOfPython = std::shared_ptr<torch::jit::PythonFutureWrapper>;
   m.def("then", &then, py::arg("work"), py::arg("callback"));

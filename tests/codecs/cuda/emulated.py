@@ -32,8 +32,6 @@ FLAGS = (
     *("-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-fPIC"),
     "-fno-gnu-unique",
 )
-# What a GPU refuses, or does otherwise than this processor.
-STRICT = ("-fsanitize=alignment,bounds,shift,float-cast-overflow", "-fno-sanitize-recover=all")
 
 
 def kernels(specs: Sequence[str] = tuple(SPECS + ROTATIONS)) -> list[str]:
@@ -147,7 +145,7 @@ def compiled(
                 partial.replace(file)
             include = (f"-I{Path(__file__).parent}", f"-I{folder or include_folder()}")
             whole = binary.with_suffix(f".{os.getpid()}")
-            compile_cpp(file, whole, *FLAGS, *STRICT, *include, link=["-shared", *STRICT])
+            compile_cpp(file, whole, *FLAGS, *include, link=["-shared"])
             whole.replace(binary)
         library = ctypes.CDLL(str(binary))
     library.listed.restype = ctypes.c_char_p
