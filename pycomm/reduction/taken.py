@@ -26,6 +26,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 _QUIET_STEPS = 32  # in a row, whose gradients were all used; then the hooks are removed
 _UNSEEN_STEPS = 16  # in a row without a visible change: something moves parameters unseen
+_SAMPLE = 16  # values that are checked before the whole gradient: most gradients are not zero
 
 
 class GradientHook:
@@ -152,7 +153,7 @@ class DiscardedGradients:
         gradient = self._parameters[name].grad
         if gradient is None:
             return False
-        return bool(gradient.any()) if gradient.is_cpu else gradient.any()
+        return _holds(gradient) if gradient.is_cpu else gradient.any()
 
     def _all_moved(self) -> set[str]:
         """Return the parameters of all optimizers that have stepped."""
@@ -173,7 +174,7 @@ class DiscardedGradients:
         there = {name: gradient for name, gradient in gradients.items() if gradient is not None}
         if self._early:
             own = [g.to_local() if isinstance(g, DTensor) else g for g in there.values()]
-            zeros = any(part.numel() for part in own) and not any(bool(part.any()) for part in own)
+            zeros = any(part.numel() for part in own) and not any(map(_holds, own))
             return waiting if zeros else gone
         late: dict[str, torch.Tensor] = {}
         for name in there:
@@ -203,6 +204,15 @@ class DiscardedGradients:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+
+def _holds(gradient: torch.Tensor) -> bool:
+    """Return whether a gradient has a value that is not zero."""
+    if gradient.numel() > _SAMPLE and gradient.is_contiguous():
+        flat = gradient.detach().view(-1)
+        if flat[:: flat.numel() // _SAMPLE].any():
+            return True
+    return bool(gradient.any())
 
 
 watching: weakref.WeakSet[Any] = weakref.WeakSet()
