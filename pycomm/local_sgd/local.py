@@ -235,7 +235,7 @@ class LocalSGD:
         for name, parameter in trained.items():
             own_part = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             self.state.add(name, own_part.detach())
-        self.state.agree()  # first: Gloo would not tell that tensors differ
+        self.state.agree()  # first: an error of the broadcast names no parameter
         broadcast(model, self.state.process_group)
         self._parts = [
             Fragment(part, momentum=self.momentum, end=end)
