@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdio>
+#include <functional>
 #include <mutex>
 #include <numeric>
 #include <thread>
@@ -56,11 +57,25 @@ std::shared_ptr<Trace> make_trace(int rank, int size, const CommunicatorOptions&
 
 /// True if a part that an all_to_all receives lies where one is that it sends.
 bool parts_meet(const Collective& call, int ranks) {
-  const auto meet = [](const Span<const uint8_t>& a, const Span<uint8_t>& b) {
-    return a.size > 0 && b.size > 0 && a.begin() < b.end() && b.begin() < a.end();
+  struct Range {
+    const uint8_t *begin, *end;
+    bool sent;
   };
-  for (int r = 0; r < ranks * ranks; r++) {
-    if (meet(call.in[r / ranks], call.out[r % ranks])) return true;
+  std::vector<Range> ranges;
+  for (int r = 0; r < ranks; r++) {
+    const Span<const uint8_t> in = call.in[r];
+    const Span<uint8_t> out = call.out[r];
+    if (in.size > 0) ranges.push_back({in.begin(), in.end(), true});
+    if (out.size > 0) ranges.push_back({out.begin(), out.end(), false});
+  }
+  std::sort(ranges.begin(), ranges.end(),
+            [](const Range& a, const Range& b) { return std::less<>()(a.begin, b.begin); });
+  const uint8_t *sent = nullptr, *received = nullptr;  // the furthest ends until now
+  for (const Range& range : ranges) {
+    const uint8_t*& own = range.sent ? sent : received;
+    const uint8_t* other = range.sent ? received : sent;
+    if (std::less<>()(range.begin, other)) return true;
+    own = std::max(own, range.end, std::less<>());
   }
   return false;
 }

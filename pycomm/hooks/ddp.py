@@ -297,7 +297,8 @@ class DDPHooks:
         if used.numel() != len(self._reduced):  # some were frozen after the model was wrapped
             return
         unused = {name for name, n in zip(self._reduced, used.tolist(), strict=True) if not n}
-        if model.gradient_as_bucket_view:  # a gradient is its part of the bucket, unless it is None
+        # A gradient is its part of the bucket, unless it is None; a rank in Join has old ones.
+        if model.gradient_as_bucket_view and not self.reducer.step.joined:
             by_name = self.reducer.by_name
             unused = {name for name in unused if by_name[name].grad is None}
         self.reducer.step.unused = unused

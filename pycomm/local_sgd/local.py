@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -205,6 +206,7 @@ class LocalSGD:
             )
         device = next(iter(trained.values())).device
         self._own: dist.ProcessGroup | None = None
+        self._process = os.getpid()
         self._thread: ThreadPoolExecutor | None = None  # that runs exchanges in `_own`,
         self._stream: torch.Stream | None = None  # with those of a device on a stream of its own
         if group is not None:
@@ -268,7 +270,7 @@ class LocalSGD:
     def state(self) -> CompressionState:
         """Codecs and feedback: `residual_norms()`. A thread that exchanges has it to itself, and is
         waited for."""
-        if self._thread is not None:
+        if self._thread is not None and os.getpid() == self._process:  # a fork has no threads
             _wait(self._thread.submit(lambda: None).result, self._own, self._stream)
         return self._state
 

@@ -79,7 +79,13 @@ def _codings(text: str) -> list[codecs.Coding]:
     return found if codecs.NONE in found else [codecs.NONE, *found]
 
 
-count, positive, share = shown(_count), shown(_positive), shown(units.parse_share)
+def _share(text: str) -> float:
+    if (value := _positive(text)) > 1:
+        raise ValueError(f"{text!r} is above 1")
+    return value
+
+
+count, positive, share = shown(_count), shown(_positive), shown(_share)
 file = shown(_output)
 """Types for argparse: a whole number above 0, a number above 0, one up to 1, a writable file."""
 

@@ -207,7 +207,7 @@ def test_who_is_held_back_by_tcp_is_told_so(capsys):
         ([*PLAN, "--cores", "inf"], "--cores"),
         (["25M", "--compute", "0s"], "--compute"),
         (["probe", "--out", "/"], "directory"),
-        (["probe", "--effort", "-1"], "--effort"),
+        (["probe", "--effort", "0"], "--effort"),
         (["probe", "--effort", "1.5"], "--effort"),
         (["probe", "--out", "/proc/nothing/x.json"], "No such file"),
         (["probe", "--ranks", "1"], "one rank"),

@@ -104,6 +104,7 @@ void DeliveryGate::end(uint32_t number, FailedDelivery failed) {
 }
 
 bool DeliveryGate::is_fetched(const FailedDelivery& failed) const {
+  if (failed.fetched.empty()) return true;
   try {
     stay_on(device_);
     for (const auto& event : failed.fetched)

@@ -107,7 +107,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   template <typename T>
   void dispose(T thing, c10::Device device) noexcept {
     try {
-      disposal_.submit([thing = std::move(thing), device] { stay_on(device); });
+      disposal_.submit([thing = std::move(thing), device] {
+        try {
+          stay_on(device);
+        } catch (...) {  // the device has failed
+        }
+      });
     } catch (...) {  // in a forked child, which has no such thread: it is destroyed by now
     }
   }

@@ -90,13 +90,14 @@ void PeerRoute::lose(int rank) noexcept {
 }
 
 void PeerRoute::look() {
+  const std::lock_guard<std::mutex> lock(under_way_mutex_);
+  if (under_way_.empty()) return;
   // The thread may be one that reads the trace.
   const c10::DeviceGuard on(device_);
   const int mode = exchange_capture_mode(device_.type(), kAsksEvents);
   const std::shared_ptr<void> looked(nullptr,
                                      [&](void*) { exchange_capture_mode(device_.type(), mode); });
-  const std::lock_guard<std::mutex> lock(under_way_mutex_);
-  if (under_way_.empty() || !under_way_.front().done->query()) return;
+  if (!under_way_.front().done->query()) return;
   bool fine = true;
   try {
     check();

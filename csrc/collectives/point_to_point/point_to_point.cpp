@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <utility>
+#include <optional>
 
 #include "core/interrupt.h"
 #include "core/thread.h"
@@ -614,8 +614,7 @@ void PointToPoint::wait(Request& request, Milliseconds limit) {
 // Moves bytes, or waits for the thread that does, until the request is done.
 void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit) {
   const Deadline deadline = Deadline::after(limit);
-  const OpTag tag = request.describing_tag();
-  bool shown = false;
+  std::optional<OpTag> shown;
   InterruptPoll interrupts;
   for (int quiet = 0; !request.finished; quiet++) {
     check_open(request);
@@ -638,9 +637,10 @@ void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit)
     } else if (step()) {
       quiet = 0;
     } else if (!request.finished) {
-      if (!std::exchange(shown, true)) {
-        shown_.push_back(tag);
-        mesh_.rank_state().wait_for(tag);
+      if (!shown) {
+        shown = request.describing_tag();
+        shown_.push_back(*shown);
+        mesh_.rank_state().wait_for(*shown);
       }
       if (mesh_.should_check(quiet)) look_for_failures();
       sleep_unlocked(lock, [&] {
@@ -651,7 +651,7 @@ void PointToPoint::drive(Lock& lock, const Request& request, Milliseconds limit)
   }
   if (request.error) std::rethrow_exception(request.error);
   if (!shown) return;
-  const auto same = [&tag](const OpTag& other) { return other.hash() == tag.hash(); };
+  const auto same = [&](const OpTag& other) { return other.hash() == shown->hash(); };
   shown_.erase(std::find_if(shown_.begin(), shown_.end(), same));
   mesh_.rank_state().wait_for(shown_.empty() ? OpTag() : shown_.back());
 }

@@ -172,9 +172,9 @@ std::unique_ptr<ShmTransport> ShmSetup::make(const Rendezvous& rendezvous,
       all_gather_values(rendezvous, kOutcomes, candidates, outcome);
   const auto sharers = std::count(outcomes.begin(), outcomes.end(), kYes);
   if (outcome != kYes) {
-    warn_once("rank " + std::to_string(rendezvous.rank) +
-              " shares no memory with the other ranks of its host, to which TCP is slower: " +
-              outcome);
+    warn_once(
+        "rank " + std::to_string(rendezvous.rank) +
+        " shares no memory with the other ranks of its host, to which TCP is slower: " + outcome);
   }
   if (outcome != kYes || sharers < 2) return nullptr;
   memory.permit = permit_reading(rendezvous, memory);

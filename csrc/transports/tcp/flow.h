@@ -129,9 +129,7 @@ class RateLimit {
 /// Several sockets help where much is in flight: each has a buffer of its own, and a lost packet
 /// holds up one of them alone. Where little is, they only compete: their congestion windows are so
 /// small that each loss costs a timeout, and the frames of a message arrive out of order, so that
-/// the receiver waits for the slowest socket while a link stands idle. A far path that loses
-/// packets at random wants still fewer: a message ends on each socket that has carried a part of
-/// it, and that the last packets of one are lost shows only after two round trips.
+/// the receiver waits for the slowest socket while a link stands idle.
 class Flow {
  public:
   using Clock = std::chrono::steady_clock;
@@ -147,23 +145,22 @@ class Flow {
   /// True if update() has something to do.
   bool is_due(Clock::time_point now) const { return now - looked_ >= kLook; }
 
-  /// Takes a look at all sockets. Acknowledgements that come look by look say how fast the path is;
-  /// how many sockets that is worth, only a window in which there were bytes to send all the time.
+  /// Takes a look at all sockets. A window in which acknowledgements came look by look says how
+  /// fast the path is; how many sockets that is worth, only if there were bytes to send all the
+  /// time.
   void update(Clock::time_point now, const SocketUse& use) {
     looked_ = now;
-    const double round_trip = use.least_round_trip_us * 1e-6, took = seconds(now - since_);
-    follow_arrivals(now, use.delivered, round_trip / 4);
+    follow_arrivals(now, use.delivered);
     queued_ |= use.round_trip_us > kQueued * use.least_round_trip_us + kJitterMicroseconds;
     pauses_ |= use.unsent == 0;
+    const double round_trip = use.least_round_trip_us * 1e-6, took = seconds(now - since_);
     if (took < std::max(kWindow, round_trip)) return;
-    const double rate = arriving_ > 0 ? arrived_ / arriving_ : 0;
+    const double rate = arriving_ >= kSeen ? arrived_ / arriving_ : 0;
     if (rate > 0) limit_.update(rate, use.sent, use.repeated, queued_);
-    if (round_trip >= kFar) count_losses(use);
-    if (lossy_ == kLossy) {
-      in_use_ = sockets_for(limit_.best() * round_trip, kPerLossySocket);
-    } else if (rate > 0 && !pauses_ && use.delivered >= kSlowStart) {
+    if (rate > 0 && !pauses_ && use.delivered >= kSlowStart) {
       if (rate_ > 0 && rate < kGrowth * rate_) {
-        in_use_ = sockets_for(std::max(rate, limit_.best()) * round_trip, kPerSocket);
+        const double in_flight = std::max(rate, limit_.best()) * round_trip;
+        in_use_ = static_cast<size_t>(std::ceil(in_flight / kPerSocket));
       }
       rate_ = rate;
     }
@@ -174,48 +171,22 @@ class Flow {
 
  private:
   static constexpr auto kLook = std::chrono::milliseconds(10);  // from one to the next at least
-  static constexpr double kPerSocket = 64 << 10, kPerLossySocket = 1 << 20;  // bytes in flight
-  // Seconds: of a window; between acknowledgements that belong together, and a run of those that
-  // shows a rate; the round trip of a far path.
-  static constexpr double kWindow = 0.1, kNear = 0.03, kSeen = 0.05, kFar = 2e-3;
-  static constexpr double kLosses = 0.003;  // the share of a window that is repeated
-  static constexpr int kLossy = 8;          // windows with losses, less those without
+  static constexpr double kPerSocket = 64 << 10;                // bytes in flight
+  // Seconds: of a window; between acknowledgements that belong together, and all of those that show
+  // a rate.
+  static constexpr double kWindow = 0.1, kNear = 0.03, kSeen = 0.03;
   static constexpr double kGrowth = 1.25;
   static constexpr uint64_t kSlowStart = 1 << 20;  // bytes until a rate may be that of the path
   // A round trip that takes this much longer than the least one, and this much time, has a queue.
   static constexpr double kQueued = 1.25, kJitterMicroseconds = 5000;
 
-  // What arrives in one run, without a pause longer than `gap`, counts once that has lasted for
-  // kSeen: a short one may be over before the path is busy. The time up to the last arrival of a
-  // run does not count, since for a part of it the path has been idle.
-  void follow_arrivals(Clock::time_point now, uint64_t delivered, double gap) {
-    const double since = seconds(now - last_.time);
-    if (delivered == last_.bytes) {
-      paused_ |= since > gap;
-      return;
-    }
-    // A connection that was made again counts from 0.
-    const bool goes_on = delivered > last_.bytes && !paused_ && since <= std::max(gap, kNear);
-    if (goes_on && seconds(last_.time - run_.time) >= kSeen) {
-      arriving_ += seconds(last_.time - counted_.time);
-      arrived_ += static_cast<double>(last_.bytes - counted_.bytes);
-      counted_ = last_;
-    }
-    last_ = {now, delivered};
-    if (!goes_on) run_ = counted_ = last_;
-    paused_ = false;
-  }
-
-  // Where there is a queue, it may have overflowed.
-  void count_losses(const SocketUse& use) {
-    const auto sent = static_cast<double>(use.sent - std::exchange(sent_, use.sent));
-    const auto again = static_cast<double>(use.repeated - std::exchange(repeated_, use.repeated));
-    if (queued_ || sent <= 0) return;
-    lossy_ = std::clamp(lossy_ + (again > kLosses * sent ? 1 : -1), 0, kLossy);
-  }
-
-  static size_t sockets_for(double in_flight, double each) {
-    return std::max<size_t>(1, static_cast<size_t>(std::ceil(in_flight / each)));
+  void follow_arrivals(Clock::time_point now, uint64_t delivered) {
+    const uint64_t before = std::exchange(delivered_, delivered);
+    if (delivered <= before) return;  // or a connection was made again, which counts from 0
+    const double since = seconds(now - std::exchange(arrival_, now));
+    if (since > kNear) return;  // in a part of this time there was a pause
+    arriving_ += since;
+    arrived_ += static_cast<double>(delivered - before);
   }
 
   static double seconds(Clock::duration time) {
@@ -223,16 +194,8 @@ class Flow {
   }
 
   size_t in_use_ = std::numeric_limits<size_t>::max();
-  Clock::time_point looked_, since_;
-  // Arrivals: the first of a run, the one until which bytes have been counted, and the last.
-  struct Arrival {
-    Clock::time_point time;
-    uint64_t bytes = 0;  // until then
-  };
-  Arrival run_, counted_, last_;
-  bool paused_ = false;  // since then
-  uint64_t sent_ = 0, repeated_ = 0;
-  int lossy_ = 0;
+  Clock::time_point looked_, since_, arrival_;
+  uint64_t delivered_ = 0;
   // Of the window:
   bool queued_ = false, pauses_ = false;  // at some look there was nothing to send
   double arriving_ = 0, arrived_ = 0;     // seconds in which acknowledgements came, and their bytes

@@ -324,7 +324,17 @@ def test_an_unbiased_codec_has_no_residuals(rank, size):
 
 
 def test_only_large_parameters_use_int8_storage():
-    assert [Feedback().kept(numel).storage for numel in (65535, 65536)] == ["float32", "int8"]
+    kept = {
+        (kind, numel): Feedback(kind).kept(numel).storage
+        for kind in ("residual", "decay", "momentum")
+        for numel in (65535, 65536)
+    }
+    assert {which for which, storage in kept.items() if storage == "int8"} == {
+        ("residual", 65536),
+        ("decay", 65536),
+    }
+    assert Feedback.of("residual:storage=float32").kept(1 << 20).storage == "float32"
+    assert Feedback().kept(1 << 20, pycomm.codec("topk:0.1")).storage == "float32"
 
 
 def test_a_codec_that_needs_it_gets_a_wider_storage():

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pycomm
 from pycomm.hooks.ddp import SavedBuckets
+from pycomm.reduction.taken import _holds
 from tests.extent import each_value, pairs
 from tests.torch.harness import (
     CODED,
@@ -664,3 +665,12 @@ def test_an_optimizer_in_backward_takes_gradients(rank, size):
                     parameter.mul_(1)
         found.append(residuals_of(state.state_dict()))
     assert equal(*found)
+
+
+def test_one_value_that_is_not_zero_is_found():
+    gradient = torch.zeros(1000)
+    assert not _holds(gradient)
+    for place in range(1000):  # some of them are among those that are looked at first
+        gradient[place] = 1
+        assert _holds(gradient), place
+        gradient[place] = 0

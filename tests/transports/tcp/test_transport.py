@@ -489,7 +489,7 @@ def test_connections_that_are_made_again_count_from_zero():
 SHORT, FAR, BUFFER = 400, 200, 60  # milliseconds
 
 
-def operations(*each, length=SHORT, wanted=1.2, far=FAR):
+def operations(*each, length=SHORT, wanted=1.2):
     """Return what each look found: what the sockets may send together, and how many are in use.
 
     The path carries `RATE`. What is more waits for up to `BUFFER`. In a pause the peer acknowledges
@@ -499,7 +499,6 @@ def operations(*each, length=SHORT, wanted=1.2, far=FAR):
         each: operations: the pause before it, in milliseconds, and the share that is repeated.
         length: milliseconds in which each has bytes to send.
         wanted: what the sockets send without a limit, in parts of `RATE`.
-        far: milliseconds of a round trip without a queue.
     """
     flow, seen = _test.Flow(), []
     now, delivered, sent, limit = 1000, 0, 0, 0.0
@@ -507,19 +506,19 @@ def operations(*each, length=SHORT, wanted=1.2, far=FAR):
         now += pause
         delivered = sent
         begun = sent
-        for ms in range(0, length + 2 * far, 10):
+        for ms in range(0, length + 2 * FAR, 10):
             busy = ms < length
             rate = min(limit or wanted * RATE, wanted * RATE)
             sent += int(0.01 * rate) if busy else 0
             waits = min((sent - begun) / RATE * 1e3 - min(ms + 10, length), BUFFER)
             left = sent - delivered
-            delivered += min(int(0.01 * RATE), left) if ms >= far else 0
+            delivered += min(int(0.01 * RATE), left) if ms >= FAR else 0
             unsent = 1 << 20 if busy else 0
             repeated = int(again * sent)
-            look = flow.look(now + ms, far, delivered, unsent, sent, repeated, int(max(waits, 0)))
+            look = flow.look(now + ms, FAR, delivered, unsent, sent, repeated, int(max(waits, 0)))
             limit = look[0]
             seen.append(look)
-        now += length + 2 * far
+        now += length + 2 * FAR
     return seen
 
 
@@ -537,22 +536,6 @@ def test_a_queue_sets_the_limit_before_it_overflows(length):
     assert 0.9 * RATE < first <= 1.05 * RATE
     assert max(limits) < 1.5 * RATE
     assert limits[-1] > 0.9 * RATE
-
-
-def test_a_short_burst_that_waits_for_itself_sets_no_limit():
-    """It is over before it could show how fast the path is, and would be paced ever after."""
-    seen = operations(*[(20, 0)] * 30, length=10, wanted=4, far=30)
-    assert {limit for limit, _ in seen} == {0}
-
-
-def test_a_far_path_that_loses_packets_at_random_wants_few_sockets():
-    def least_in_use(again, wanted):
-        looks = operations(*[(0, again)] * 40, wanted=wanted, far=30)
-        return min(used for _, used in looks)
-
-    assert least_in_use(0.01, wanted=0.2) == 1
-    assert least_in_use(0, wanted=0.2) == 3
-    assert least_in_use(0.01, wanted=2) == 4  # a queue that overflows
 
 
 def test_what_arrives_in_a_pause_is_no_rate():

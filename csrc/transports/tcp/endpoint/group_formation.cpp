@@ -333,6 +333,9 @@ std::string EndpointConnection::call(const Handle& to, const std::string& secret
   }
   if (!stranger.empty()) return stranger;
   if (silent) throw Timeout("not all addresses of " + where_ + " have answered");
+  if (!refusal.empty() && !obstacle.empty()) {
+    throw Timeout("not all addresses of " + where_ + " can be reached (" + obstacle + ")");
+  }
   if (!refusal.empty()) throw Refused("nobody listens at " + where_ + " (" + refusal + ")");
   throw Unproven("no way to " + where_ + ": " + obstacle);
 }
