@@ -14,19 +14,15 @@
 #include "transports/openssl.h"
 #include "transports/seal.h"
 #include "transports/tcp/connect/handshake.h"
-#include "transports/tcp/net/tuning.h"
 
 namespace pycomm::tcp {
 namespace {
 
 // Far away, what is in flight on one socket is bounded by its send buffer, of which the kernel
 // gives 4 MB by default, 160 Mbit/s at a round trip of 200 ms; and where packets are lost, those
-// behind them wait in it for another round trip. A message ends on each socket that has carried a
-// part of it, and that its last packets are lost shows only after two round trips: with bbr, whose
-// rate does not fall with random losses, fewer sockets do as long as their buffers suffice.
+// behind them wait in it for another round trip.
 constexpr int kFewSockets = 2, kManySockets = 4;
 constexpr auto kManyFrom = std::chrono::milliseconds(10);
-constexpr auto kManyOfBbrFrom = std::chrono::milliseconds(50);
 
 // Returns true if the ranks name several hosts. That all of them see alike.
 bool spans_hosts(const std::vector<std::string>& hosts) {
@@ -95,7 +91,6 @@ PeerDirectory AddressExchange::run(const Rendezvous& rendezvous, const std::vect
   const bool one_host = look_at_hosts(rendezvous, hosts);
   take_cards(exchange_cards(rendezvous, hosts, one_host));
   directory_.session = rendezvous.exchange->session;
-  directory_.far_bbr = gives_bbr(directory_.options.congestion);
   return std::move(directory_);
 }
 
@@ -182,9 +177,9 @@ void AddressExchange::check_paths(const std::string& who, const Peer& peer) cons
 }
 
 int PeerDirectory::sockets_at(std::chrono::milliseconds round_trip) const {
-  const auto many = far_bbr ? kManyOfBbrFrom : kManyFrom;
-  const int usual = round_trip < many ? kFewSockets : kManySockets;
-  const int wanted = options.sockets > 0 ? options.sockets : usual;
+  const int wanted = options.sockets > 0      ? options.sockets
+                     : round_trip < kManyFrom ? kFewSockets
+                                              : kManySockets;
   return std::min(std::max(static_cast<int>(paths()), wanted), kMostSockets);
 }
 

@@ -157,7 +157,7 @@ bool is_silent(int fd) {
 
 namespace {
 
-constexpr char kAuto[] = "auto", kBbr[] = "bbr";
+constexpr char kAuto[] = "auto";
 constexpr char kAllowed[] = "/proc/sys/net/ipv4/tcp_allowed_congestion_control";
 // From this round trip on, what a sender does after a loss or a pause counts.
 constexpr uint32_t kFarMicroseconds = 1000;
@@ -189,19 +189,13 @@ void check_congestion_control(const std::string& wanted) {
   if (probe && !set(probe.get(), wanted)) refuse(error_text(errno));
 }
 
-bool gives_bbr(const std::string& wanted) {
-  if (wanted != kAuto) return wanted == kBbr;
-  const Fd probe(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
-  return probe && set(probe.get(), kBbr);
-}
-
 void choose_congestion_control(int fd, const std::string& wanted) {
   if (wanted != kAuto) {
     set(fd, wanted);
   } else if (Address::local(fd).ip() == Address::remote(fd).ip()) {
     set(fd, "reno");
   } else if (shortest(look(fd)) >= kFarMicroseconds) {
-    set(fd, kBbr);
+    set(fd, "bbr");
   }
 }
 

@@ -60,9 +60,6 @@ bool is_silent(int fd);
 /// Throws Error unless `wanted` is "auto" or a congestion control that the kernel lets us use.
 PYCOMM_API void check_congestion_control(const std::string& wanted);
 
-/// True if choose_congestion_control() gives bbr to connections of a far peer.
-bool gives_bbr(const std::string& wanted);
-
 /// Gives a new connection the congestion control `wanted`; each end does so for what it sends.
 /// "auto":
 ///   - reno between ends with one address. There is no network to be fair to, and controls that
