@@ -1,5 +1,4 @@
-// Clock: the cheapest one of this machine, for time stamps on every operation; and the times that
-// operations and links record.
+// Clock: the cheapest one of this machine, for time stamps on every operation.
 #pragma once
 #include <chrono>
 #include <cstdint>
@@ -65,18 +64,6 @@ class TickScale {
     return {ticks(), std::chrono::duration_cast<std::chrono::nanoseconds>(time).count()};
   }
   Reading::Moment first_;
-};
-
-/// Time that one operation spent in its stages, recorded by its thread. All in ticks().
-struct OpTiming {
-  uint64_t waited = 0;  ///< only waiting for other ranks
-  uint64_t coded = 0;   ///< encoding and decoding
-};
-
-/// Traffic to one rank over the network, since the start.
-struct LinkUse {
-  uint64_t bytes = 0;    ///< that the rank has acknowledged
-  uint64_t busy_us = 0;  ///< while there was data to send, and the rank accepted it
 };
 
 }  // namespace pycomm

@@ -11,8 +11,8 @@
 #include <string>
 #include <vector>
 
-#include "core/clock.h"
 #include "core/op.h"
+#include "core/op_timing.h"
 
 namespace pycomm {
 

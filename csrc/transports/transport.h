@@ -14,11 +14,11 @@
 #include <string_view>
 #include <vector>
 
-#include "core/clock.h"
 #include "core/deadline.h"
 #include "core/error.h"
 #include "core/notice.h"
 #include "core/op.h"
+#include "core/op_timing.h"
 #include "core/rank_state.h"
 #include "core/types.h"
 

@@ -278,9 +278,13 @@ def test_what_several_threads_of_a_rank_wait_for(way):
             waits = [c.recv(ones(2), 1, tag=tag).wait for tag in (1, 2)]
             with ThreadPoolExecutor(2) as threads:
                 first, second = map(threads.submit, waits)
+                for _ in range(50):  # who posts lets either of them move bytes, and show its wait
+                    c.recv(ones(2), 1, tag=4)
+                    time.sleep(0.002)
+                c.send(ones(2), 1, tag=5)
                 first.result()
                 second.result()
-        time.sleep(0.2)
+        c.recv(ones(2), 0, tag=5).wait()
         c.send(ones(2), 0, tag=1).wait()
         time.sleep(0.2)
         c.recv(ones(3), 0, tag=3).wait(0.3)

@@ -51,12 +51,23 @@ def memfds() -> list[str]:
     return [link for link in descriptors().values() if "memfd:pycomm" in link]
 
 
+def own_doors() -> list[str]:
+    """Return the names of this process's pycomm sockets, abstract or in a folder.
+
+    Other tests run at the same time, with abstract sockets that end when their processes do.
+    """
+    held = set(descriptors().values())
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+    named = [(row[6], row[7]) for row in rows if len(row) == 8 and "pycomm-" in row[7]]
+    return [name for inode, name in named if name.startswith("/") or f"socket:[{inode}]" in held]
+
+
 def mapped_memfds() -> int:
     return Path("/proc/self/maps").read_text().count("memfd:pycomm")
 
 
 def test_nothing_is_left_behind_by_a_crash():
-    inherited, mapped = memfds(), mapped_memfds()
+    doors, inherited, mapped = own_doors(), memfds(), mapped_memfds()
 
     def job(me):
         assert len(memfds()) > len(inherited)
@@ -70,6 +81,7 @@ def test_nothing_is_left_behind_by_a_crash():
         assert mapped_memfds() <= mapped
 
     processes(3, job)
+    assert own_doors() == doors
     assert not [name for name in os.listdir("/dev/shm") if "pycomm" in name]
 
 

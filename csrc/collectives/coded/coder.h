@@ -14,7 +14,7 @@
 #include "codecs/base/launch.h"
 #include "codecs/convert.h"
 #include "collectives/coded/exchange.h"
-#include "core/clock.h"
+#include "core/op_timing.h"
 
 namespace pycomm::coded {
 

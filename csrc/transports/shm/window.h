@@ -13,8 +13,8 @@
 #include <functional>
 #include <vector>
 
-#include "core/clock.h"
 #include "core/deadline.h"
+#include "core/op_timing.h"
 #include "transports/shm/pace.h"
 #include "transports/shm/region.h"
 

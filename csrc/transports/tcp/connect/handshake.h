@@ -24,7 +24,7 @@
 
 namespace pycomm::tcp {
 
-constexpr uint32_t kWireVersion = 8;
+constexpr uint32_t kWireVersion = 9;
 /// Lane number of a control connection, which carries aborts and closes instead of a lane.
 constexpr uint16_t kControl = 0xffff;
 /// Lane number of a connection by which a lower rank asks a higher one to make the control

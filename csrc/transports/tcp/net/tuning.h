@@ -4,7 +4,7 @@
 #include <chrono>
 #include <string>
 
-#include "core/clock.h"
+#include "core/op_timing.h"
 #include "core/types.h"
 
 namespace pycomm::tcp {
