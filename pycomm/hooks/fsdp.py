@@ -26,7 +26,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo, FSDPMe
 
 from pycomm.codecs import Codec
 from pycomm.errors import Error
-from pycomm.hooks.fsdp_seams import Unit, after_finalizing, leave_replicas_to_the_hook, units
+from pycomm.hooks.fsdp_seams import (
+    Unit,
+    after_finalizing,
+    is_in_backward,
+    leave_replicas_to_the_hook,
+    units,
+)
 from pycomm.log import warn_once
 from pycomm.policy import CODED, Policy
 from pycomm.reduction.adapter import Adapter, Layout
@@ -103,6 +109,7 @@ class FSDPHooks:
         self.state, self._reducer = state, state.reducer
         if state.transform is None:
             self._reducer.find_nodes(self._reducer.device)
+        self._units = units
         # What ends the step of now, while its backward lasts: one that an error ends drops it.
         self._end: Callable[[], object] = _outside
         # torch's FSDPParam by name, whose tensors may be replaced by others.
@@ -150,15 +157,26 @@ class FSDPHooks:
         queue = torch.autograd.Variable._execution_engine.queue_callback
 
         def end() -> None:
-            queue(self.state.end_step)
+            if is_in_backward(self._units):  # it has begun in a backward within that one
+                self._end = self._in_outer_backward
+            else:
+                queue(self.state.end_step)
 
         queue(end)
         return end
 
+    def _in_outer_backward(self) -> bool:
+        """Stands for the end of a step that has begun in a backward within another one."""
+        return is_in_backward(self._units)
+
     def finalized(self) -> None:
-        """End a step in which torch has reduced gradients after all of its backwards."""
-        if self.state.is_open and self._end is _outside:
+        """End a step whose end no backward of its own brings: torch has reduced its gradients."""
+        if not self.state.is_open:
+            return
+        if self._end is _outside:
             self.state.end_step()
+        elif self._end == self._in_outer_backward:  # units that follow may still reduce theirs
+            self._end = weakref.ref(self._queue_end())
 
 
 class Comm:

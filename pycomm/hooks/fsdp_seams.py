@@ -90,6 +90,7 @@ def units(model: nn.Module) -> Iterator[Unit]:
     for module in model.modules():
         if not isinstance(module, FSDPModule):
             continue
+        _check(module._get_fsdp_state(), ("_state_ctx",))
         for group in _groups(module):
             if id(group) in seen:
                 continue
@@ -116,6 +117,15 @@ def after_finalizing(group: Any, act: Callable[[], None]) -> None:
         act()
 
     group.finalize_backward = finalize_backward
+
+
+def is_in_backward(units: Sequence[Unit]) -> bool:
+    """Return whether torch will finish the reductions of a unit at the end of a backward.
+
+    That is the outermost one of those that reentrant checkpoints run within each other.
+    """
+    contexts = (unit.module._get_fsdp_state()._state_ctx for unit in units)
+    return any(context.post_backward_final_callback_queued for context in contexts)
 
 
 def leave_replicas_to_the_hook(group: Any) -> None:

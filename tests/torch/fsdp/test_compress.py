@@ -264,11 +264,11 @@ def test_accumulation(rank, size, shape):
 def test_reentrant_checkpoints_are_in_the_step_of_their_backward(rank, size):
     """Each runs a backward within that of the model."""
     found = []
-    for checkpointed in (False, True):
+    for checkpointed in ((), (1, 2), (1, 2, 3)):  # the last layer begins the step
         torch.manual_seed(0)
         shard = partial(fully_shard, mesh=mesh_of(size, "fsdp"))
         layers: list[Any] = [shard(nn.Linear(64, 64)) for _ in range(4)]
-        for i in (1, 2) if checkpointed else ():
+        for i in checkpointed:
             layers[i] = checkpoint_wrapper(layers[i], CheckpointImpl.REENTRANT)
         model = shard(nn.Sequential(*layers))
         state = pycomm.compress(model, "int4")
@@ -277,7 +277,8 @@ def test_reentrant_checkpoints_are_in_the_step_of_their_backward(rank, size):
             model(inputs(rank, step, width=64)).square().mean().backward()
             found.append([p.grad.to_local().clone() for p in model.parameters()])
         assert state.step == 4
-    assert equal(found[:4], found[4:])
+    assert equal(found[:4], found[4:8])
+    assert equal(found[:4], found[8:])
 
 
 @on_ranks(2)
