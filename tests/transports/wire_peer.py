@@ -22,7 +22,7 @@ KEY = hashlib.scrypt(SECRET, salt=b"pycomm secret 1", n=2**14, r=8, p=1, dklen=3
 HELLO = struct.Struct("<8s4I4H2I32s")
 REPLY = struct.Struct("<2I32s")
 HEADER = struct.Struct("<I2H3Q2I64sQ3I")  # followed by the checksum in some frames
-WIRE = 8
+WIRE = 9
 UNCHECKED, HERE, NEXT = range(3)  # position of a payload's checksum
 NOTICE = struct.Struct("<3IiI1000s")
 MAGIC, CONTROL = b"pycomm\r\n", 0xFFFF

@@ -28,6 +28,7 @@ from tests.transports.wire_peer import (
     MIB,
     NEXT,
     UNCHECKED,
+    WIRE,
     RankZero,
     close_notice,
     frame,
@@ -69,7 +70,7 @@ def flipped(data: bytes, byte: int) -> bytes:
     ("make", "text"),
     [
         (lambda h: frame(b"1234", tag_hash=h, magic=1), "no frame starts"),
-        (lambda h: frame(b"1234", tag_hash=h, version=9), "version 9"),
+        (lambda h: frame(b"1234", tag_hash=h, version=WIRE + 1), f"version {WIRE + 1}"),
         (lambda h: frame(b"1234", tag_hash=h, lane=1), "wrong lane"),
         (lambda h: frame(b"1234", tag_hash=h, message=0), "no message number"),
         (lambda h: frame(b"1234", tag_hash=h, offset=1, size=4), "does not fit"),
