@@ -15,7 +15,6 @@
 #include "transports/rendezvous.h"
 #include "transports/seal.h"
 #include "transports/shm/transport.h"
-#include "transports/tcp/flow.h"
 #include "transports/tcp/transport.h"
 
 namespace py = pybind11;
@@ -218,32 +217,6 @@ void bind_transports(py::module_& m) {
           py::arg("why"), py::arg("kind") = "error", py::arg("rank") = -1,
           py::arg("ranks") = std::vector<int>())
       .def("close", [](OwnedTransport& t) { t.transport.reset(); }, py::call_guard<GilReleased>());
-
-  py::class_<tcp::RateLimit>(m, "RateLimit")
-      .def(py::init())
-      .def_property_readonly("bytes_per_second", &tcp::RateLimit::bytes_per_second)
-      .def("update", &tcp::RateLimit::update, py::arg("rate"), py::arg("sent"), py::arg("repeated"),
-           py::arg("queued") = false);
-
-  // Times are in milliseconds; returns what the sockets may send together, in bytes per second, and
-  // how many are in use.
-  py::class_<tcp::Flow>(m, "Flow")
-      .def(py::init())
-      .def("look", [](tcp::Flow& flow, int64_t ms, int64_t round_trip, uint64_t delivered,
-                      uint64_t unsent, uint64_t sent, uint64_t repeated, int64_t waits) {
-        constexpr size_t kSockets = 4;
-        const tcp::Flow::Clock::time_point now{Milliseconds(ms)};
-        tcp::SocketUse use;
-        use.least_round_trip_us = static_cast<uint32_t>(1000 * round_trip);
-        use.round_trip_us = static_cast<uint32_t>(1000 * (round_trip + waits));
-        use.delivered = delivered;
-        use.unsent = unsent;
-        use.sent = sent;
-        use.repeated = repeated;
-        if (flow.is_due(now)) flow.update(now, use);
-        const size_t used = flow.sockets(kSockets);
-        return std::pair(flow.limit(kSockets) * static_cast<double>(used), used);
-      });
 
   m.def(
       "python_store",

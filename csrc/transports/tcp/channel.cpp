@@ -43,6 +43,9 @@ constexpr size_t kCallLimit = 1 << 20;
 constexpr size_t kStage = 2048;
 // If a stream on a slow link pauses for this long, a copy costs nothing beside the link.
 constexpr auto kStallLimit = std::chrono::milliseconds(20);
+// The interval at which it looks at the sockets in use, and the time that the last one must have
+// had something to send in until that says whether its buffer suffices.
+constexpr auto kLook = std::chrono::milliseconds(10), kEnoughBusy = std::chrono::milliseconds(50);
 // The interval at which a channel looks at its paths.
 constexpr auto kPathInterval = std::chrono::milliseconds(100);
 
@@ -56,7 +59,6 @@ struct TcpChannel::Socket {
   uint32_t generation = 0;  // counts the connections from 0
   std::string cut_by;       // why the last one ended
   bool reopening = false;   // a new one is on its way
-  double limit = 0;         // bytes per second of this one; 0: none
 
   // On a later connection both ends first send a Resume.
   bool greeting = false;
@@ -171,6 +173,8 @@ bool TcpChannel::connected() {
     sockets_.back()->number = number;
   }
   adopt_connections();
+  const bool bbr = congestion_control(sockets_.front()->sock.get()) == "bbr";
+  in_use_ = bbr && chooses_sockets() ? 1 : sockets_.size();
   return true;
 }
 
@@ -180,25 +184,31 @@ bool TcpChannel::chooses_sockets() const {
   return sockets_.size() > 2 && directory.options.sockets == 0 && directory.paths() == 1;
 }
 
-// None may have much unsent: what lies in one waits while others stand idle.
+// With bbr, whose rate does not fall with random losses, a far peer's first socket serves alone
+// until its send buffer is too small for what is in flight; then the next one joins. Several that
+// share a slower path each remember the best part of it that they have had, and send more together
+// than it carries; and a message waits for the losses at the end of each.
 void TcpChannel::choose_sockets() {
   if (!chooses_sockets()) return;
-  const auto now = Flow::Clock::now();
-  if (!flow_.is_due(now)) return;
-  SocketUse use;
-  for (const auto& socket : sockets_) add_use(socket->sock.get(), use);
-  flow_.update(now, use);
-  const double limit = flow_.limit(sockets_.size());
-  for (auto& socket : sockets_) {
-    if (socket->limit != limit && socket->sock) limit_rate(socket->sock.get(), limit);
-    socket->limit = limit;
-    limit_unsent(socket->sock.get(), kLeastFarUnsent);
-  }
+  const auto now = std::chrono::steady_clock::now();
+  if (now - looked_ < kLook) return;
+  looked_ = now;
+  // None may have much unsent: what lies in one waits while others stand idle.
+  for (size_t i = 0; i < in_use_; i++) limit_unsent(sockets_[i]->sock.get(), kLeastFarUnsent);
+  if (in_use_ == sockets_.size()) return;
+  const SendTime time = send_time(sockets_[in_use_ - 1]->sock.get());
+  if (time.busy < sending_.busy) sending_ = {};  // the connection was made again
+  const auto busy = time.busy - sending_.busy, full = time.full - sending_.full;
+  if (busy < kEnoughBusy) return;
+  sending_ = time;
+  if (2 * full < busy) return;
+  in_use_++;
+  sending_ = {};  // that of the next one
 }
 
 // All sockets serve while one of them has no connection.
 bool TcpChannel::takes_frames(const Socket& socket) const {
-  return cuts_ > 0 || static_cast<size_t>(socket.number) < flow_.sockets(sockets_.size());
+  return cuts_ > 0 || static_cast<size_t>(socket.number) < in_use_;
 }
 
 bool TcpChannel::advance() {
@@ -252,9 +262,8 @@ const uint8_t* TcpChannel::cut_frame(Socket& socket, FrameHeader& header) {
   Outgoing& message = outgoing_[cutting_];
   const size_t left = message.data.size - message.cut;
   size_t length = std::min(left, kLargestFrame);
-  const size_t sockets = flow_.sockets(sockets_.size());
-  if (sockets > 1) {
-    const size_t share = left / (2 * sockets);
+  if (in_use_ > 1) {
+    const size_t share = left / (2 * in_use_);
     length = std::min(left, std::clamp(share, kSmallestFrame, kLargestFrame));
   }
   header.message = sent_ + cutting_ + 1;
@@ -504,7 +513,6 @@ void TcpChannel::adopt_connections() {
     socket.sock = std::move(fresh.sock);
     socket.generation = fresh.generation;
     socket.reopening = false;
-    socket.limit = 0;
     socket.ready = {};
     socket.wake_bytes = 1;
     socket.greeting = fresh.generation > 0;

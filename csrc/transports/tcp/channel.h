@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "transports/tcp/connect/connector.h"
-#include "transports/tcp/flow.h"
 #include "transports/tcp/net/socket.h"
+#include "transports/tcp/net/tuning.h"
 #include "transports/tcp/poller.h"
 #include "transports/tcp/stream.h"
 #include "transports/transport.h"
@@ -121,7 +121,9 @@ class TcpChannel final : public Channel {
       stalled_since_;                                 // when progress stopped; zero if it has not
   bool tick_again_ = false;                           // on_tick() has work left
   std::chrono::steady_clock::time_point paths_seen_;  // when look_at_paths() last looked
-  Flow flow_;
+  size_t in_use_ = 0;                             // the first of sockets_, which take new frames
+  std::chrono::steady_clock::time_point looked_;  // when choose_sockets() last looked
+  SendTime sending_;                              // of the last of them, at a look before
 };
 
 }  // namespace pycomm::tcp

@@ -33,15 +33,6 @@ constexpr uint64_t kMostUnsent = 4 << 20;  // on one of several paths, or far so
 constexpr uint64_t kFirstUnsent = 256 << 10;
 constexpr uint64_t kUnsentParts = 25;  // of what the path delivers in a second: 40 ms
 
-// Counts at the end of Linux' tcp_info (4.19 and later), which older headers lack. What is
-// delivered are packets, also those behind a lost one, which bytes_acked leaves out until the lost
-// one has come.
-struct Counts {
-  uint32_t delivered, delivered_ce;
-  uint64_t sent, repeated;
-};
-constexpr size_t kCounts = 192;
-
 // Zeros if the connection is broken.
 tcp_info look(int fd) {
   tcp_info info = {};
@@ -99,29 +90,10 @@ void limit_unsent(int fd, uint64_t least) {
           std::clamp<uint64_t>(info.tcpi_delivery_rate / kUnsentParts, least, kMostUnsent)));
 }
 
-void add_use(int fd, SocketUse& sum) {
-  struct {
-    tcp_info info;
-    uint8_t more[sizeof(Counts)];
-  } said = {};
-  socklen_t size = sizeof said;
-  if (::getsockopt(fd, IPPROTO_TCP, TCP_INFO, &said, &size) != 0) return;
-  const tcp_info& info = said.info;
-  if (size >= kCounts + sizeof(Counts)) {
-    Counts counts;
-    std::memcpy(&counts, reinterpret_cast<const uint8_t*>(&said) + kCounts, sizeof counts);
-    sum.delivered += static_cast<uint64_t>(counts.delivered) * info.tcpi_snd_mss;
-    sum.sent += counts.sent;
-    sum.repeated += counts.repeated;
-  } else {
-    sum.delivered += info.tcpi_bytes_acked;
-  }
-  sum.unsent += info.tcpi_notsent_bytes;
-  // That of an idle socket is of its last packets.
-  if (info.tcpi_unacked > 0) sum.round_trip_us = std::max(sum.round_trip_us, info.tcpi_rtt);
-  const bool first = sum.least_round_trip_us == 0;
-  sum.least_round_trip_us =
-      first ? shortest(info) : std::min(sum.least_round_trip_us, shortest(info));
+SendTime send_time(int fd) {
+  const tcp_info info = look(fd);
+  return {std::chrono::microseconds(info.tcpi_busy_time),
+          std::chrono::microseconds(info.tcpi_sndbuf_limited)};
 }
 
 LinkUse link_use(int fd) {
@@ -138,16 +110,6 @@ std::chrono::milliseconds round_trip(int fd) {
 // Other samples include the time until a busy host answers.
 std::chrono::microseconds least_round_trip(int fd) {
   return std::chrono::microseconds(shortest(look(fd)));
-}
-
-void limit_rate(int fd, double bytes_per_second) {
-  // The kernel would begin to pace reno and cubic, too, which it does not otherwise.
-  if (congestion_control(fd) != "bbr") return;
-  constexpr uint32_t kNone = std::numeric_limits<uint32_t>::max();
-  const uint32_t rate = bytes_per_second <= 0 || bytes_per_second >= kNone
-                            ? kNone
-                            : static_cast<uint32_t>(bytes_per_second);
-  ::setsockopt(fd, SOL_SOCKET, SO_MAX_PACING_RATE, &rate, sizeof rate);
 }
 
 bool is_silent(int fd) {

@@ -30,17 +30,12 @@ constexpr uint64_t kLeastFarUnsent = 256 << 10;
 /// a second, as the kernel has measured it, but so much at least. To be called every now and then.
 void limit_unsent(int fd, uint64_t least);
 
-/// What the kernel says of a connection's sending side.
-struct SocketUse {
-  uint64_t delivered = 0;            ///< bytes that the peer's host has confirmed, since the start
-  uint64_t unsent = 0;               ///< bytes that have not left yet
-  uint64_t sent = 0;                 ///< bytes that have left, since the start; 0: an old kernel
-  uint64_t repeated = 0;             ///< those of them that had left before
-  uint32_t round_trip_us = 0;        ///< the longest of busy sockets, smoothed
-  uint32_t least_round_trip_us = 0;  ///< 0: not known
+/// How long a connection has had something to send since it was made, and how much of that its send
+/// buffer was too small for what the path and the peer could take (Linux 4.10).
+struct SendTime {
+  std::chrono::microseconds busy{0}, full{0};
 };
-/// Adds a socket's counts to `sum`, and keeps the longest and the shortest round trip.
-void add_use(int fd, SocketUse& sum);
+SendTime send_time(int fd);
 /// Returns the kernel's counters of a connection; zeros once it is broken.
 LinkUse link_use(int fd);
 /// Returns the round-trip time of a packet and its acknowledgement, as the kernel has measured it,
@@ -48,10 +43,6 @@ LinkUse link_use(int fd);
 std::chrono::milliseconds round_trip(int fd);
 /// Returns the least of its samples, which holds the least of what a busy host adds; 0 likewise.
 std::chrono::microseconds least_round_trip(int fd);
-
-/// Lets bbr send no more than so many bytes per second; 0: no limit. Other congestion controls are
-/// left alone.
-void limit_rate(int fd, double bytes_per_second);
 
 /// True if the kernel has repeated packets more than once without any answer: the path is cut, or
 /// loses nearly all.
