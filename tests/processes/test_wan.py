@@ -260,7 +260,7 @@ group.all_reduce(x[:1])  # both have looked
 def test_sockets_of_bbr_join_where_one_cannot_hold_what_is_in_flight(
     tmp_path, link, delay, count, numel, used
 ):
-    """1 Gbit/s and 200 ms are 25 MB, and the kernel's send buffers have 4; 200 Mbit/s and 30 ms 0.75.
+    """1 Gbit/s and 200 ms are 25 MB, and the kernel's send buffers have 4; 200 Mbit/s, 30 ms 0.75.
 
     Where one suffices, several would wait for each other's losses; and after a short message TCP
     finds a loss at once only if the next one follows on its socket.

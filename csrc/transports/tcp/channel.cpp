@@ -193,8 +193,8 @@ void TcpChannel::choose_sockets() {
   const auto now = std::chrono::steady_clock::now();
   if (now - looked_ < kLook) return;
   looked_ = now;
-  // None may have much unsent: what lies in one waits while others stand idle.
-  for (size_t i = 0; i < in_use_; i++) limit_unsent(sockets_[i]->sock.get(), kLeastFarUnsent);
+  // Of several none may have much unsent: what lies in one waits while others stand idle.
+  for (size_t i = 0; i < in_use_; i++) limit_unsent(sockets_[i]->sock.get(), kFarUnsent / in_use_);
   if (in_use_ == sockets_.size()) return;
   const SendTime time = send_time(sockets_[in_use_ - 1]->sock.get());
   if (time.busy < sending_.busy) sending_ = {};  // the connection was made again

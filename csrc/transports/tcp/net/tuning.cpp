@@ -27,7 +27,6 @@ constexpr int kSmallBuffer = 128 << 10;
 // From this round trip on, a window that opens slowly costs more than its memory.
 constexpr uint32_t kLongWay = 1000;
 constexpr int kLargest = 1 << 30;  // the kernel takes the largest that the system allows
-constexpr int kFarUnsent = 1 << 20;
 
 constexpr uint64_t kMostUnsent = 4 << 20;  // on one of several paths, or far sockets
 constexpr uint64_t kFirstUnsent = 256 << 10;

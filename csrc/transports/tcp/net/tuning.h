@@ -24,8 +24,8 @@ void choose_buffers(int fd, bool several_paths);
 
 /// The least that may wait unsent on one of several paths: one frame while another is sent.
 constexpr uint64_t kLeastUnsent = 128 << 10;
-/// And on each of a far peer's sockets, which an idle moment costs more.
-constexpr uint64_t kLeastFarUnsent = 256 << 10;
+/// And on all of a far peer's sockets together, which an idle moment costs more.
+constexpr uint64_t kFarUnsent = 1 << 20;
 /// Sets how much may wait unsent on one of several sockets: what it delivers in a few hundredths of
 /// a second, as the kernel has measured it, but so much at least. To be called every now and then.
 void limit_unsent(int fd, uint64_t least);
