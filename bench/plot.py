@@ -83,9 +83,6 @@ class Figure:
 FIGURES = (
     Figure("loss", "demo-cpu.csv", charts.loss, ("run",)),
     Figure(
-        "gpu-trace", "trace-stand-in.csv", charts.timeline, ("method", "rate", "stage", "bucket")
-    ),
-    Figure(
         "kinds",
         "suite-cpu.csv",
         charts.kinds,

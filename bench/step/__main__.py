@@ -18,26 +18,23 @@ namespaces, pycomm paces its own sockets; other backends then need a lab.
 
 `--stand-in` models the step of a GPU on a virtual clock (stand_in.py), from a checkout: nothing
 runs on one. Its parts are launches, copies and Python calls of a bucket, and waits of the host in a
-step; `--trace` has when each stage is busy.
+step.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pycomm.bench import netlab
-from pycomm.bench.__main__ import reported
-from pycomm.bench.common import accelerator, arguments, tables
-from pycomm.bench.common.harness import Row, record
+from pycomm.bench.common import accelerator, arguments
+from pycomm.bench.common.harness import Row
 from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab import jobs
 from pycomm.bench.lab.rates import UNLIMITED, bytes_per_second
@@ -201,8 +198,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     what = "that a timed step computes at least, as a faster or larger model's would"
     add("--compute", type=positive, default=0.0, help=what)
     add("--paced", action="store_true", help="no namespaces: pycomm paces its own sockets")
-    what = "write a profile of a step of the last method on the last link, for Perfetto; with "
-    what += "--stand-in the stages of each bucket, as CSV, and beside it as PNG"
+    what = "write a profile of a step of the last method on the last link, for Perfetto"
     add("--trace", metavar="FILE", type=Path, help=what)
     add("--stand-in", action="store_true", help="model the steps of a GPU with a virtual clock")
     what = "with --stand-in: end with 1 where the engine's goals do not hold, which are told"
@@ -241,23 +237,11 @@ def main(argv: Sequence[str]) -> int:
         for rate in options.rate:
             steps(options, rate, report.add)
         return 0
-    stages: list[dict[str, Any]] = []
     wrong: list[str] = []
     words = options.model, MODELS[options.model], options.chosen, options.rate
-    for row, own, missed in stand_in.steps(*words):
+    for row, missed in stand_in.steps(*words):
         report.add(row)
         wrong += missed if options.check else []
-        stages += [record({"model": options.model} | stage, report.origin) for stage in own]
-    if options.trace:
-        tables.append(options.trace, stages)
-        from pycomm.bench.figures import charts, drawing  # need matplotlib
-
-        chart = charts.timeline([{k: str(v) for k, v in row.items()} for row in stages])
-        drawing.save(chart, options.trace.with_suffix(".png"))
     for goal in wrong:
         report.note(f"not yet: {goal}")
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(reported(partial(main, sys.argv[1:])))
