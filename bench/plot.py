@@ -127,6 +127,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / IMAGES, help="folder of the pictures")
     options = parser.parse_args(argv)
     if options.check:
+        parser.refuse(argv, "--check", "figures", "results", "out")
         wrong = faults(ROOT)
         for sentence in wrong:
             print(sentence)

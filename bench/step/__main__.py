@@ -185,7 +185,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--backend", type=backends, default=first, help=f"such as cpu:pycomm,cuda:nccl ({first})")
     what = "of links, as tc has them"
     add("--rate", type=arguments.rates, default="10gbit,1gbit", help=what)
-    add("--nodes", type=count, default=2, help="(2)")
+    add("--nodes", type=arguments.nodes, default=2, help="(2)")
     add("--ranks-per-node", type=count, default=1, help="which share the node's link (1)")
     some = [name for name in NAMES if name != ("fp16" if cuda else GPU_ONLY)]
     known = arguments.some_of("method", NAMES)
@@ -207,13 +207,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse(argv)
     if options.check and not options.stand_in:
         parser.error("--check belongs to --stand-in")
-    if options.nodes < 2:
-        parser.error("want at least two --nodes")
     if options.stand_in:
-        options.chosen = [method for method in options.methods if method in stand_in.CODECS]
+        unknown = ("trainings", "backend", "nodes", "ranks_per_node", "rounds", "turn_seconds")
+        parser.refuse(argv, "--stand-in", *unknown, "compute", "paced", "trace")
+        options.chosen = options.methods if options.methods != some else list(stand_in.CODECS)
+        if not set(options.chosen) <= stand_in.CODECS.keys():
+            parser.error(f"--stand-in models {', '.join(stand_in.CODECS)}: name these --methods")
         if strange := [rate for rate in options.rate if "/" in rate or rate == UNLIMITED]:
             parser.error(f"--stand-in models links of one rate both ways, not {strange[0]}")
     elif options.trainings is not None:
+        parser.refuse(argv, "--trainings", "methods", "backend")
         # Not those whose codec changes over the steps, so that step times vary.
         steady = {m.label: m for m in METHODS if " " not in m.codec + m.momentum}
         found = arguments.fitting(parser, "--trainings", options.trainings, steady)
