@@ -211,11 +211,11 @@ def time_methods(
         (last,) = in_turns({"": stepper.step}, 1, settle=begin - 1, clock=clock)[""]
         timed = agreed_count(turn_seconds / last / every) * every
         dist.barrier()
-        before = wire_bytes(group)
+        before = wire_bytes()
         mine = found.setdefault(method.label, {"seconds": [], "sent": [], "memory": 0})
         mine["seconds"] += in_turns({"": stepper.step}, timed, settle=0, clock=clock)[""]
         dist.barrier()
-        mine["sent"].append((wire_bytes(group) - before) / timed)
+        mine["sent"].append((wire_bytes() - before) / timed)
         mine["parts"] = {} if method.local else stepper.parts()
         if trace and method is methods[-1]:
             with torch.profiler.profile() as profile:
