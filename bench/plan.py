@@ -37,7 +37,7 @@ from pycomm.bench.step.rank import time_methods
 from pycomm.bench.training.methods import Method
 from pycomm.bench.training.train import Config, shapes
 from pycomm.communicator import Communicator, Piece
-from pycomm.plan import CODINGS, ClusterProbe, Coding, Model, of_tensors
+from pycomm.plan import CODINGS, ClusterProbe, Model, of_tensors
 from pycomm.plan.algorithms import Size, all_reduce
 from pycomm.plan.prediction import step
 from pycomm.plan.probe.codecs import way
@@ -106,16 +106,6 @@ def model_of(alone: dict[str, Any], ranks: int) -> Model:
 # ------------------------------------------------------------------- measuring
 
 
-def piece(coding: Coding, residual: np.ndarray[Any, Any]) -> Piece:
-    """Return a buffer as `pycomm.compress` codes it: owners keep residuals of codecs with feedback.
-
-    They decide the algorithm between far ranks.
-    """
-    owed = coding.feedback and coding.combine == "recode"
-    codec = pycomm.codec(coding.spec)
-    return Piece(residual.size, codec, owner_residual=residual if owed else None)
-
-
 def all_reduces(sizes: Sequence[int], codecs: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the median seconds of all-reduces, of the slowest rank."""
     with Communicator.from_env(transport="tcp", timeout=300) as group:
@@ -131,8 +121,12 @@ def all_reduces(sizes: Sequence[int], codecs: Sequence[str]) -> Iterator[dict[st
             data = buffer[: size // 4]
             if codec == "none":
                 return lambda: group.all_reduce(data)
-            pieces = [piece(CODINGS[codec], residual[: size // 4])]
-            return lambda: group.all_reduce_coded(data, pieces)
+            # As `pycomm.compress` codes it: owners keep residuals of codecs with feedback, which
+            # decide the algorithm between far ranks.
+            coding = CODINGS[codec]
+            owed = residual[: size // 4] if coding.feedback and coding.combine == "recode" else None
+            piece = Piece(data.size, pycomm.codec(coding.spec), owner_residual=owed)
+            return lambda: group.all_reduce_coded(data, [piece])
 
         def slowest(samples: Sequence[float]) -> list[float]:
             times = np.array(samples)

@@ -71,7 +71,7 @@ def steps_by_link(rows: Sequence[Row]) -> str:
 
 def modelled(rows: Sequence[Row]) -> str:
     """Return the table with a row per method: its modelled step on each link, and the bound."""
-    found = {(r.codec, r.rate): r for r in rows if r.method == f"stand-in, {r.codec}"}
+    found = {(r.codec, r.rate): r for r in rows}
     codecs, rates = (list(dict.fromkeys(one)) for one in zip(*found, strict=True))
     lines = [
         [codec, *(f"{number(r.seconds, 0, 1e3)} ({number(r.bound, 0, 1e3)})" for r in of)]

@@ -6,10 +6,10 @@ formula of a step is in here: a replay takes the notes one by one. Parameters ar
 model's, and bytes are counted eight times.
 
 The speeds are those of an H200 (`docs/gpu.md`): with them the path of November 2026 takes what was
-measured then, within a fifth (`tests/bench/test_step.py`). That was over a late carrier:
-the host waits for an exchange, and then queues the copy back, as Gloo does, and pycomm where
-streams cannot be held. An ordered carrier, such as NCCL, lets the stream wait. What else NCCL costs
-is not modelled: its exact all-reduce reached 55 % of 10 Gbit/s there, and 93 % of 1 Gbit/s.
+measured then, within a fifth (`tests/bench/test_step.py`). That was over a late carrier: the host
+waits for an exchange, and then queues the copy back, as Gloo does, and pycomm where streams cannot
+be held. Rows have an ordered carrier, such as NCCL: the stream waits. What else NCCL costs is not
+modelled: its exact all-reduce reached 55 % of 10 Gbit/s there, and 93 % of 1 Gbit/s.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ ROOT = Path(__file__).parents[2]
 RECORDER = "tests.torch.device.recorded"
 SCALE = 8
 CODECS = {"int4": "int4", "int8": "int8", "sign": "coded sign"}
-CARRIERS = ("ordered", "late")
 
 # What the recorder notes: kind, stream and value. The first seven are those of fake_device.cpp.
 OPERATION, WORK, COPY, RECORD, BLOCK, WAIT_STREAM, WAIT_EVENT = range(7)
@@ -284,8 +283,8 @@ def broken(recorded: Recorded, ratio: float, *, coded: bool = False) -> list[str
 def steps(
     name: str, config: Config, methods: Sequence[str], rates: Sequence[str]
 ) -> Iterator[tuple[Row, list[str]]]:
-    """Yield the row of each method over each carrier on links of each rate, and the goals that it
-    misses over an ordered one.
+    """Yield the row of each method on links of each rate, over an ordered carrier, and the goals
+    that it misses.
 
     Args:
         name, config: of the model.
@@ -295,18 +294,16 @@ def steps(
     Raises:
         Failed: the recorder has failed, or this is no checkout.
     """
-    shown = list(itertools.product(methods, CARRIERS))
-    steps = record(config, [{"codec": CODECS[method], "carrier": way} for method, way in shown])
+    steps = record(config, [{"codec": CODECS[one], "carrier": "ordered"} for one in methods])
     pace, count, scale = pace_of(config), parameters(config), scale_of(config)
-    for rate, ((codec, way), recorded) in itertools.product(rates, zip(shown, steps, strict=True)):
+    for rate, (codec, recorded) in itertools.product(rates, zip(methods, steps, strict=True)):
         speed = parse_rate(rate)[0]
         found = modelled(recorded, speed, scale)
         wire = wire_seconds(found.sent, speed)
         bound = pace.bound(wire)
         words = [f"{key}:{value:g}" for key, value in recorded.summary().items()]
-        label = f"stand-in, {codec}{', late carrier' * (way == 'late')}"
         row = replace(
-            describe("step", name, count, Method(label, "stand-in", codec=codec)),
+            describe("step", name, count, Method(f"stand-in, {codec}", "stand-in", codec=codec)),
             rate=rate,
             seconds=found.seconds,
             wire_bytes=found.sent,
@@ -315,6 +312,5 @@ def steps(
             ratio=found.seconds / bound,
             parts=" ".join(words),
         )
-        is_coded = CODECS[codec].startswith("coded ")
-        wrong = broken(recorded, row.ratio, coded=is_coded) if way == "ordered" else []
+        wrong = broken(recorded, row.ratio, coded=CODECS[codec].startswith("coded "))
         yield row, [f"{codec} at {rate}: {one}" for one in wrong]

@@ -151,7 +151,7 @@ def test_what_coded_momentum_asks_for_only_falls(recorded, codec, launches):
 
 def test_the_check_says_which_goals_do_not_hold(recorded, monkeypatch, capsys):
     def check(way):
-        monkeypatch.setattr(stand_in, "record", lambda *_: [recorded[("int4", *way)]] * 2)
+        monkeypatch.setattr(stand_in, "record", lambda *_: [recorded[("int4", *way)]])
         words = ["--stand-in", "--check", "--methods", "int4", "--rate", "10gbit"]
         status = command.main(words)
         missed = [line for line in capsys.readouterr().out.splitlines() if "not yet: " in line]
