@@ -34,7 +34,6 @@ from pycomm.bench.lab.base import Traffic as Traffic
 from pycomm.bench.lab.base import interface_counts as interface_counts
 from pycomm.bench.lab.base import wait as wait
 from pycomm.bench.lab.namespaces import Netlab as Netlab
-from pycomm.bench.lab.rates import UNLIMITED as UNLIMITED
 from pycomm.bench.lab.wan import lab_of
 from pycomm.plan.options import count
 
