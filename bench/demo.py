@@ -38,6 +38,8 @@ from pycomm.units import format_rate, parse_rate
 
 FEWEST = 4
 """Turns that a spread takes."""
+COLUMNS = ("run", "backend", "codec", "rate", "connection", "parameters", "steps")
+COLUMNS += ("step_seconds", "wire_bytes", "loss", "curve")
 
 
 @dataclass
@@ -126,27 +128,15 @@ def records(
     done: list[DemoRun], lab: netlab.Lab, config: Config, origin: Origin
 ) -> list[dict[str, Any]]:
     """Return a row per run for a result table; `curve` is "seconds:loss" of every evaluation."""
-    size = parameters(config)
-    return [
-        {
-            "run": run.label,
-            "backend": run.backend,
-            "codec": run.codec or "none",
-            "rate": lab.rate,
-            "connection": lab.describe(),
-            "parameters": size,
-            "steps": config.steps,
-            "step_seconds": run.step_seconds,
-            "wire_bytes": run.result["wire_bytes"],
-            "loss": run.loss,
-            "curve": " ".join(
-                f"{seconds:.4f}:{loss:.6f}"
-                for seconds, loss in zip(run.seconds, run.held_out, strict=True)
-            ),
-            **vars(origin),
-        }
-        for run in done
-    ]
+    link = lab.rate, lab.describe(), parameters(config), config.steps
+    rows = []
+    for run in done:
+        places = zip(run.seconds, run.held_out, strict=True)
+        curve = " ".join(f"{seconds:.4f}:{loss:.6f}" for seconds, loss in places)
+        found = run.step_seconds, run.result["wire_bytes"], run.loss, curve
+        values = (run.label, run.backend, run.codec or "none", *link, *found)
+        rows.append(dict(zip(COLUMNS, values, strict=True)) | vars(origin))
+    return rows
 
 
 def main(argv: Sequence[str]) -> int:
@@ -161,6 +151,8 @@ def main(argv: Sequence[str]) -> int:
     origin = Origin.here(args.command)
     cuda = bool(accelerator.kind())
     origin = replace(origin, device=accelerator.describe() if cuda else origin.device)
+    if args.csv:  # whether it takes rows, before they are measured
+        tables.header(args.csv, [*COLUMNS, *vars(origin)])
     config = Config(steps=args.steps)
 
     lab, reason = netlab.open_lab(2, args.rate)

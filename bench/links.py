@@ -36,6 +36,7 @@ from pycomm.bench.common.arguments import (
     rates,
     some_of,
 )
+from pycomm.bench.common.arguments import count as whole
 from pycomm.bench.common.report import Column, Report
 from pycomm.bench.common.timing import in_turns
 from pycomm.bench.lab.jobs import ask
@@ -82,9 +83,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     what = "of a call's tensor (8192,16777216)"
     add("--bytes", type=counts, default="8192,16777216", help=what)
     add("--repeats", type=count, default=5, help="calls of each backend, in turns (5)")
-    add("--iperf-time", type=int, default=5, help="seconds of each run of iperf3, 0: none (5)")
+    add("--iperf-time", type=whole, default=5, help="seconds of each run of iperf3, 0: none (5)")
     add_csv(parser)
-    return parser.parse(argv)
+    options = parser.parse(argv)
+    if options.paths:
+        parser.refuse(argv, "--paths", "rate", "round_trip", "loss", "control", "iperf_time")
+    if (least := min(options.bytes)) < 8:
+        parser.error(f"--bytes {least}: want at least 8, a value for each of two ranks")
+    if "pycomm" not in options.backend and all(name.endswith(CODED) for name in options.operation):
+        parser.error(f"--backend gloo has no {', '.join(options.operation)}")
+    return options
 
 
 def main(argv: Sequence[str]) -> int:
@@ -207,8 +215,7 @@ def time_calls(
     for size, operation in itertools.product(sizes, operations):
         op = OPERATIONS[operation.removesuffix(CODED)]
         case = make_case(op, size, dtype="float32", redop="sum", rank=rank, ranks=ranks)
-        if case is None:
-            raise ValueError(f"{size} bytes are too few for {operation} of {ranks} ranks")
+        assert case is not None
         calls = {}
         for name, group in groups.items():
             x, y = case.buffers()

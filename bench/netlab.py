@@ -26,7 +26,7 @@ import sys
 from collections.abc import Sequence
 
 from pycomm.bench.__main__ import reported
-from pycomm.bench.common.arguments import Parser
+from pycomm.bench.common.arguments import Parser, nodes
 from pycomm.bench.lab import rates
 from pycomm.bench.lab.base import Lab as Lab
 from pycomm.bench.lab.base import LabUnavailable as LabUnavailable
@@ -34,7 +34,6 @@ from pycomm.bench.lab.base import Traffic as Traffic
 from pycomm.bench.lab.base import interface_counts as interface_counts
 from pycomm.bench.lab.base import wait as wait
 from pycomm.bench.lab.namespaces import Netlab as Netlab
-from pycomm.bench.lab.rates import UNLIMITED as UNLIMITED
 from pycomm.bench.lab.wan import lab_of
 from pycomm.plan.options import count
 
@@ -76,7 +75,7 @@ def main() -> int:
         epilog=rates.__doc__,
     )
     add = parser.add_argument
-    add("--nodes", type=int, default=2, help="network namespaces (2)")
+    add("--nodes", type=nodes, default=2, help="network namespaces (2)")
     add("--ranks-per-node", type=count, default=1, help="(1)")
     add("--rate", default="200mbit", help="of each node's links (200mbit); the words are below")
     add(

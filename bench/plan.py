@@ -7,7 +7,7 @@ rented machine change within minutes. Then all-reduces without and with codecs, 
 training steps, run on ranks in network namespaces, of which each has a core. Predictions use only
 the probe, and for steps also the times of ranks that do not communicate. The last line has the
 median and the worst error, and how often the codec predicted to be fastest was the fastest, or
-within 10 % of it; the exit status is 1 if a promise of the planner is broken.
+within 10 % of it; the exit status is 3 if a promise of the planner is broken.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import numpy as np
 import pycomm
 from pycomm.bench.common import arguments
 from pycomm.bench.common.harness import format_size
-from pycomm.bench.common.report import Column, Report
+from pycomm.bench.common.report import JUDGED, Column, Report
 from pycomm.bench.common.timing import calls_within, in_turns
 from pycomm.bench.lab.jobs import ask, run
 from pycomm.bench.lab.wan import lab_of
@@ -37,7 +37,7 @@ from pycomm.bench.step.rank import time_methods
 from pycomm.bench.training.methods import Method
 from pycomm.bench.training.train import Config, shapes
 from pycomm.communicator import Communicator, Piece
-from pycomm.plan import CODINGS, ClusterProbe, Coding, Model, of_tensors
+from pycomm.plan import CODINGS, ClusterProbe, Model, of_tensors
 from pycomm.plan.algorithms import Size, all_reduce
 from pycomm.plan.prediction import step
 from pycomm.plan.probe.codecs import way
@@ -106,16 +106,6 @@ def model_of(alone: dict[str, Any], ranks: int) -> Model:
 # ------------------------------------------------------------------- measuring
 
 
-def piece(coding: Coding, residual: np.ndarray[Any, Any]) -> Piece:
-    """Return a buffer as `pycomm.compress` codes it: owners keep residuals of codecs with feedback.
-
-    They decide the algorithm between far ranks.
-    """
-    owed = coding.feedback and coding.combine == "recode"
-    codec = pycomm.codec(coding.spec)
-    return Piece(residual.size, codec, owner_residual=residual if owed else None)
-
-
 def all_reduces(sizes: Sequence[int], codecs: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Yield the median seconds of all-reduces, of the slowest rank."""
     with Communicator.from_env(transport="tcp", timeout=300) as group:
@@ -131,8 +121,12 @@ def all_reduces(sizes: Sequence[int], codecs: Sequence[str]) -> Iterator[dict[st
             data = buffer[: size // 4]
             if codec == "none":
                 return lambda: group.all_reduce(data)
-            pieces = [piece(CODINGS[codec], residual[: size // 4])]
-            return lambda: group.all_reduce_coded(data, pieces)
+            # As `pycomm.compress` codes it: owners keep residuals of codecs with feedback, which
+            # decide the algorithm between far ranks.
+            coding = CODINGS[codec]
+            owed = residual[: size // 4] if coding.feedback and coding.combine == "recode" else None
+            piece = Piece(data.size, pycomm.codec(coding.spec), owner_residual=owed)
+            return lambda: group.all_reduce_coded(data, [piece])
 
         def slowest(samples: Sequence[float]) -> list[float]:
             times = np.array(samples)
@@ -237,21 +231,22 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     what = "comma-separated; with round trip and loss: 200mbit@60ms@0.1%%"
     add("--rate", type=arguments.far_rates, default="100mbit,1gbit,10gbit", help=what)
-    add("--ranks", type=arguments.counts, default="2", help="comma-separated, each with a core")
+    ranks = arguments.listed(arguments.nodes)
+    add("--ranks", type=ranks, default="2", help="comma-separated, each with a core")
     what = "of all-reduces, comma-separated"
     add("--size", type=arguments.sizes, default="1M,4M,16M,64M", help=what)
     kinds = arguments.some_of("kind", ("all_reduce", "step"))
     add("--kind", type=kinds, default="all_reduce,step", help="comma-separated")
     arguments.add_csv(parser)
     options = parser.parse(argv)
-    if min(options.ranks) < 2:
-        parser.error("--ranks: want at least 2, which links join")
+    if min(options.size) < 4:
+        parser.error(f"--size {min(options.size)}: want at least 4 bytes, a value")
     report, cases = Report(COLUMNS, options, hidden=("algorithm",)), []
     report.header()
     with tempfile.TemporaryDirectory() as folder:
         for rate, ranks in itertools.product(options.rate, options.ranks):
-            found = probe(rate, Path(folder, f"{rate}-{ranks}.json"))
+            found = probe(rate, Path(folder, "probe.json"))
             for case in measure(options, rate, ranks, found):
                 report.add(record(case))
                 cases.append(case)
-    return 0 if judge(cases) else 1
+    return 0 if judge(cases) else JUDGED

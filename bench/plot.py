@@ -83,9 +83,6 @@ class Figure:
 FIGURES = (
     Figure("loss", "demo-cpu.csv", charts.loss, ("run",)),
     Figure(
-        "gpu-trace", "trace-stand-in.csv", charts.timeline, ("method", "rate", "stage", "bucket")
-    ),
-    Figure(
         "kinds",
         "suite-cpu.csv",
         charts.kinds,
@@ -130,6 +127,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, default=ROOT / IMAGES, help="folder of the pictures")
     options = parser.parse_args(argv)
     if options.check:
+        parser.refuse(argv, "--check", "figures", "results", "out")
         wrong = faults(ROOT)
         for sentence in wrong:
             print(sentence)

@@ -15,6 +15,7 @@ from pycomm.arguments import guess, nearest
 from pycomm.bench.common import harness
 from pycomm.bench.lab import rates as link_rates
 from pycomm.bench.lab import wan
+from pycomm.bench.lab.namespaces import MOST_NODES
 from pycomm.plan.options import shown
 
 
@@ -29,6 +30,14 @@ class Parser(argparse.ArgumentParser):
         options = self.parse_args(argv)
         options.command = f"{self.prog} {shlex.join(argv)}".rstrip()
         return options
+
+    def refuse(self, argv: Sequence[str], what: str, *options: str) -> None:
+        """Exit the program if there is one of these options, which have no meaning beside what."""
+        blank = argparse.Namespace(**dict.fromkeys(action.dest for action in self._actions))
+        given = vars(self.parse_args(argv, blank))
+        for option in options:
+            if given[option] not in (None, []):
+                self.error(f"{what} has no --{option.replace('_', '-')}: leave it out")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -100,8 +109,16 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _nodes(text: str) -> int:
+    if not text.isdecimal() or not 2 <= int(text) <= MOST_NODES:
+        raise ValueError(f"{text!r}: want 2 to {MOST_NODES}, which links join")
+    return int(text)
+
+
 size, sizes = shown(harness.parse_size), listed(harness.parse_size)
 count, counts = shown(_count), listed(_count)
+nodes = shown(_nodes)
+"""a number of nodes of a lab"""
 rates, far_rates = listed(checked(link_rates.parse)), listed(checked(wan.parse))
 """links' rates, as netlab takes them; far ones also with a round trip and a loss"""
 

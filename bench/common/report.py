@@ -11,6 +11,9 @@ from typing import Any
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import COLUMNS, Origin, Row, record
 
+JUDGED = 3
+"""Exit status of a measurement whose rows count, and break a promise."""
+
 
 @dataclass(frozen=True)
 class Column:

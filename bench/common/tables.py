@@ -26,8 +26,10 @@ def header(path: Path, columns: Iterable[str]) -> list[str]:
     It is empty where there is none yet, and for what keeps no rows, such as /dev/null.
 
     Raises:
-        OtherTable: it has a column that the rows do not have.
+        OtherTable: it has a column that the rows do not have, or is a folder.
     """
+    if path.is_dir():
+        raise OtherTable(f"{path} is a folder: name a file")
     if not path.is_file():
         return []
     try:

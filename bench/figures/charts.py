@@ -45,27 +45,6 @@ def loss(rows: Sequence[Row]) -> Any:
 
 
 @chart
-def timeline(rows: Sequence[Row]) -> Any:
-    """Draw the stages of each bucket of a step, and the optimizer, on an axis of time."""
-    first = rows[0]
-    figure, axes = panel(
-        "The stages of a step",
-        f"{first['method']} on links of {_link(first['rate'])}; model {first['model']}; "
-        f"{first['device']}",
-    )
-    last = 1 + max(int(row["bucket"]) for row in rows)  # the place of the optimizer
-    for stage in dict.fromkeys(row["stage"] for row in rows):
-        mine = [row for row in rows if row["stage"] == stage]
-        places = [last - int(row["bucket"]) if int(row["bucket"]) >= 0 else 0 for row in mine]
-        begins = [_ms(row["begin"]) for row in mine]
-        lengths = [_ms(row["end"]) - begin for row, begin in zip(mine, begins, strict=True)]
-        axes.barh(places, lengths, 0.7, begins, label=stage)
-    axes.set_yticks(range(last + 1), ["none", *map(str, reversed(range(last)))])
-    axes.set(xlabel="ms", ylabel="bucket")
-    return figure
-
-
-@chart
 def kinds(rows: Sequence[Row]) -> Any:
     """Plot what each method changes on each task, beside the spread of the exact runs."""
     from pycomm.bench.training import suite, tasks  # torch, which no other chart needs
@@ -98,10 +77,6 @@ def kinds(rows: Sequence[Row]) -> Any:
     axes.yaxis.set_ticks(range(len(models)), names)
     axes.set(xlabel="change of the loss, %        * no constant was chosen on it")
     return figure
-
-
-def _ms(seconds: str) -> float:
-    return 1e3 * float(seconds)
 
 
 def _link(rate: str) -> str:

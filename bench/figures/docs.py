@@ -71,7 +71,7 @@ def steps_by_link(rows: Sequence[Row]) -> str:
 
 def modelled(rows: Sequence[Row]) -> str:
     """Return the table with a row per method: its modelled step on each link, and the bound."""
-    found = {(r.codec, r.rate): r for r in rows if r.method == f"stand-in, {r.codec}"}
+    found = {(r.codec, r.rate): r for r in rows}
     codecs, rates = (list(dict.fromkeys(one)) for one in zip(*found, strict=True))
     lines = [
         [codec, *(f"{number(r.seconds, 0, 1e3)} ({number(r.bound, 0, 1e3)})" for r in of)]
@@ -114,21 +114,14 @@ def longer_losses(rows: Sequence[Row]) -> str:
 
 def local_losses(rows: Sequence[Row]) -> str:
     """Return the table with a row per form of LocalSGD: its bytes, and its loss beside float32."""
-    exact = "DiLoCo, fp32"
+    exact = "LocalSGD, fp32"
     lines = []
-    for method in dict.fromkeys(r.method for r in rows if r.kind == "loss"):
+    for method in dict.fromkeys(r.method for r in rows):
         trained = pairs(method, "demo", rows, exact=exact)
         sent = number(trained[-1][0].wire_bytes, 1, 1e-3)
         change = [loss(mine) / loss(theirs) - 1 for mine, theirs in trained]
         lines.append([method, sent, "" if method == exact else percent(change)])
-    return markdown(("form", "kB a round", "loss, %"), lines)
-
-
-def local_shares(rows: Sequence[Row]) -> str:
-    """Return the table with a row per form of LocalSGD: how much of the time is in steps."""
-    found = {r.method: r for r in rows if r.kind == "step"}
-    lines = [[r.method, number(r.ratio, 3), number(r.wire_bytes, 1, 1e-6)] for r in found.values()]
-    return markdown(("form", "share of the time in steps", "MB a round"), lines)
+    return markdown(("form", "kB a step", "loss, %"), lines)
 
 
 def far_links(path: Path) -> str:
@@ -189,7 +182,7 @@ def number(value: float | None, digits: int, factor: float = 1.0) -> str:
 def codecs(path: Path) -> str:
     """Return the table with a row per codec: bits per value, error, and GB/s on one core."""
     found: dict[str, dict[str, list[dict[str, str]]]] = {}
-    for row in tables.read(path):
+    for row in tables.newest(tables.read(path), "kind", "backend", "codec", "op", "size"):
         if (row["kind"], row["backend"]) == ("codec", "native"):
             found.setdefault(row["codec"], {}).setdefault(row["op"], []).append(row)
     lines = []
@@ -281,7 +274,6 @@ def write_all(claimed: Sequence[tables.Row]) -> None:
     write(PAGE, "losses SGD", losses(results("sgd-cpu"), "demo"))
     write(PAGE, "losses longer", longer_losses(rows))
     write(PAGE, "losses local", local_losses(results("local-sgd-cpu")))
-    write(PAGE, "local shares", local_shares(results("local-sgd-cpu")))
     write(PAGE, "far links", far_links(tables.RESULTS / "links-cpu.csv"))
     write(PAGE, "suite", suite.table(results("suite-cpu")))
     write(PAGE, "codecs", codecs(tables.RESULTS / "codecs-cpu.csv"))

@@ -21,13 +21,12 @@ from pathlib import Path
 
 from pycomm.bench.common import tables
 from pycomm.bench.common.arguments import Parser
+from pycomm.bench.common.report import JUDGED
 
 CLAIMS = tables.read(Path(__file__).with_name("claims.csv"))
 """What docs claim: the table and the command of each claim. `quick` has the commands of `make
 bench`, which together take half an hour; a claim without any takes too long for it."""
 LIMIT = 1500.0  # seconds per command
-JUDGED = "plan"
-"""Its exit status is 1 where a promise is broken; its rows count."""
 
 
 def commands() -> Iterator[tuple[str, str]]:
@@ -69,7 +68,7 @@ def run(table: str, words: str, results: Path, log: Path) -> bool:
                 ).returncode
             except subprocess.TimeoutExpired:
                 status = 124  # the status of timeout(1)
-        good = status in (0, 1 if words.startswith(JUDGED) else 0) and fresh.exists()
+        good = status in (0, JUDGED) and fresh.exists()
         rows = f"{merge(results / table, fresh)} rows" if good else "no rows"
         verdict = f", status {status}: see {log}" if status else ""
         print(f"{time.monotonic() - begin:6.0f} s  {rows}{verdict}", flush=True)
@@ -91,20 +90,20 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="python -m pycomm.bench report", description=__doc__)
     add = parser.add_argument
     add("--results", type=Path, default=tables.RESULTS, help="folder of the tables")
-    add("--measure", action="store_true", help="repeat the measurements")
+    does = parser.add_mutually_exclusive_group(required=True)
+    does.add_argument("--measure", action="store_true", help="repeat the measurements")
+    does.add_argument("--tables", action="store_true", help="write the tables of docs")
     add("--only", default="", help="of --measure: beginnings of tables' names, comma-separated")
     add("--log", type=Path, default=Path("build/bench.log"), help="what commands print")
-    add("--tables", action="store_true", help="write the tables of docs")
     options = parser.parse_args(argv)
     if options.tables:
+        parser.refuse(argv, "--tables", "results", "only", "log")
         from pycomm.bench.figures import docs  # needs torch
 
         docs.write_all(CLAIMS)
         return 0
-    if options.measure:
-        names = tuple(options.only.split(","))
-        chosen = [one for one in commands() if one[0].startswith(names)]
-        if not chosen:
-            parser.error(f"no table begins with {options.only!r}")
-        return 0 if measure(chosen, options.results, options.log) else 1
-    parser.error("say --measure or --tables; python -m pycomm.bench.plot draws the figures")
+    names = tuple(filter(None, options.only.split(",")))
+    chosen = [one for one in commands() if not names or one[0].startswith(names)]
+    if not chosen:
+        parser.error(f"no table begins with {options.only!r}")
+    return 0 if measure(chosen, options.results, options.log) else 1

@@ -45,10 +45,6 @@ from pycomm.doctor import gpu as doctor
 
 NUMELS = (1 << 20, 1 << 26)  # a small bucket, and one that is bound by bandwidth
 TASKS = "pycomm.bench.gpu.tasks"
-NEEDS = (
-    "pycomm.bench.gpu: torch sees no GPU here: this needs an NVIDIA GPU, its driver, and a torch "
-    "that was built for CUDA"
-)
 
 
 def sources() -> str:
@@ -239,7 +235,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     options = parse(argv)
     if not accelerator.kind():
-        print(NEEDS, file=sys.stderr)
+        needs = "this needs an NVIDIA GPU, its driver, and a torch that was built for CUDA"
+        print(f"pycomm.bench.gpu: torch sees no GPU here: {needs}", file=sys.stderr)
         return 2
     machine = this_machine(" ".join(["python", "-m", "pycomm.bench.gpu", *argv]))
     machine |= {"sources": sources()}

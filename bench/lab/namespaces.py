@@ -11,6 +11,7 @@ from pycomm.bench.lab import rates
 from pycomm.bench.lab.base import Lab, LabUnavailable, Traffic, interface_counts
 
 TOOLS = ("ip", "tc", "unshare", "nsenter")
+MOST_NODES = 250
 BURST = 128 * 1024  # bytes that may pass at once: two of the kernel's largest packets
 QUEUE_MS = 50  # a packet that would wait longer in the bucket is dropped
 
@@ -32,7 +33,7 @@ class Netlab(Lab):
     ) -> None:
         """
         Args:
-            nodes: number of namespaces, 2 to 250.
+            nodes: number of namespaces, 2 to `MOST_NODES`.
             rate: rates of each node's links, in the format of rates.py: "200mbit", ...
             node_rates: rates of nodes that differ, with as many links as the others.
             congestion: TCP's congestion control in the nodes. The default is not the kernel's
@@ -47,8 +48,8 @@ class Netlab(Lab):
         super().__init__(nodes, rate)
         self.congestion = congestion
         self.node_rates = dict(node_rates or {})
-        if not 2 <= nodes <= 250:
-            raise ValueError(f"a lab has 2 to 250 nodes, not {nodes}")
+        if not 2 <= nodes <= MOST_NODES:
+            raise ValueError(f"a lab has 2 to {MOST_NODES} nodes, not {nodes}")
         unknown = [node for node in self.node_rates if not 0 <= node < nodes]
         if unknown:
             raise ValueError(f"no node {unknown[0]}: the nodes are 0 to {nodes - 1}")

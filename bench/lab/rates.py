@@ -50,6 +50,7 @@ def _one_way(text: str) -> str | None:
             f"cannot read the rate {text!r}: want 200mbit, 1gbit, unlimited, or two of them "
             "for sending and receiving, such as 100mbit/1gbit"
         )
+    parse_rate(text)  # which refuses 0
     return text
 
 

@@ -165,6 +165,8 @@ def parse(text: str) -> tuple[str, Shape | None]:
         ValueError: the text has another form.
     """
     rate, *far = text.split("@")
+    if len(far) > 2:
+        raise ValueError(f"cannot read {text!r}: want a rate, a round trip and a loss")
     rates.parse(rate)
     loss = units.parse_share(far[1]) if len(far) > 1 else 0.0
     return rate, Shape(delay=round_trip(far[0]) / 2, loss=loss) if far else None

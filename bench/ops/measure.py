@@ -194,6 +194,7 @@ class Rank:
     def warm_up(self, variant: Variant) -> float:
         """Warm up without a fixed count; return seconds per call, equal on all ranks."""
         count = max(1, self.options.warmup)
+        variant.run()  # a group's first call also exchanges what the ranks know of links
         before = variant.backend.sent_bytes()
         self.control.barrier()
         begin = time.perf_counter()

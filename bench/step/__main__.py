@@ -18,26 +18,23 @@ namespaces, pycomm paces its own sockets; other backends then need a lab.
 
 `--stand-in` models the step of a GPU on a virtual clock (stand_in.py), from a checkout: nothing
 runs on one. Its parts are launches, copies and Python calls of a bucket, and waits of the host in a
-step; `--trace` has when each stage is busy.
+step.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pycomm.bench import netlab
-from pycomm.bench.__main__ import reported
-from pycomm.bench.common import accelerator, arguments, tables
-from pycomm.bench.common.harness import Row, record
+from pycomm.bench.common import accelerator, arguments
+from pycomm.bench.common.harness import Row
 from pycomm.bench.common.report import Column, Report
 from pycomm.bench.lab import jobs
 from pycomm.bench.lab.rates import UNLIMITED, bytes_per_second
@@ -188,7 +185,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--backend", type=backends, default=first, help=f"such as cpu:pycomm,cuda:nccl ({first})")
     what = "of links, as tc has them"
     add("--rate", type=arguments.rates, default="10gbit,1gbit", help=what)
-    add("--nodes", type=count, default=2, help="(2)")
+    add("--nodes", type=arguments.nodes, default=2, help="(2)")
     add("--ranks-per-node", type=count, default=1, help="which share the node's link (1)")
     some = [name for name in NAMES if name != ("fp16" if cuda else GPU_ONLY)]
     known = arguments.some_of("method", NAMES)
@@ -201,8 +198,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     what = "that a timed step computes at least, as a faster or larger model's would"
     add("--compute", type=positive, default=0.0, help=what)
     add("--paced", action="store_true", help="no namespaces: pycomm paces its own sockets")
-    what = "write a profile of a step of the last method on the last link, for Perfetto; with "
-    what += "--stand-in the stages of each bucket, as CSV, and beside it as PNG"
+    what = "write a profile of a step of the last method on the last link, for Perfetto"
     add("--trace", metavar="FILE", type=Path, help=what)
     add("--stand-in", action="store_true", help="model the steps of a GPU with a virtual clock")
     what = "with --stand-in: end with 1 where the engine's goals do not hold, which are told"
@@ -211,13 +207,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     options = parser.parse(argv)
     if options.check and not options.stand_in:
         parser.error("--check belongs to --stand-in")
-    if options.nodes < 2:
-        parser.error("want at least two --nodes")
     if options.stand_in:
-        options.chosen = [method for method in options.methods if method in stand_in.CODECS]
+        unknown = ("trainings", "backend", "nodes", "ranks_per_node", "rounds", "turn_seconds")
+        parser.refuse(argv, "--stand-in", *unknown, "compute", "paced", "trace")
+        options.chosen = options.methods if options.methods != some else list(stand_in.CODECS)
+        if not set(options.chosen) <= stand_in.CODECS.keys():
+            parser.error(f"--stand-in models {', '.join(stand_in.CODECS)}: name these --methods")
         if strange := [rate for rate in options.rate if "/" in rate or rate == UNLIMITED]:
             parser.error(f"--stand-in models links of one rate both ways, not {strange[0]}")
     elif options.trainings is not None:
+        parser.refuse(argv, "--trainings", "methods", "backend")
         # Not those whose codec changes over the steps, so that step times vary.
         steady = {m.label: m for m in METHODS if " " not in m.codec + m.momentum}
         found = arguments.fitting(parser, "--trainings", options.trainings, steady)
@@ -241,23 +240,11 @@ def main(argv: Sequence[str]) -> int:
         for rate in options.rate:
             steps(options, rate, report.add)
         return 0
-    stages: list[dict[str, Any]] = []
     wrong: list[str] = []
     words = options.model, MODELS[options.model], options.chosen, options.rate
-    for row, own, missed in stand_in.steps(*words):
+    for row, missed in stand_in.steps(*words):
         report.add(row)
         wrong += missed if options.check else []
-        stages += [record({"model": options.model} | stage, report.origin) for stage in own]
-    if options.trace:
-        tables.append(options.trace, stages)
-        from pycomm.bench.figures import charts, drawing  # need matplotlib
-
-        chart = charts.timeline([{k: str(v) for k, v in row.items()} for row in stages])
-        drawing.save(chart, options.trace.with_suffix(".png"))
     for goal in wrong:
         report.note(f"not yet: {goal}")
     return 1 if wrong else 0
-
-
-if __name__ == "__main__":
-    sys.exit(reported(partial(main, sys.argv[1:])))

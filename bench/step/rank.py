@@ -160,13 +160,6 @@ def alone(
     return {"seconds": seconds, "memory": clock.memory(), "parts": parts, **shape}
 
 
-def agreed_count(steps: float) -> int:
-    """Return how many steps to time, the same on all ranks."""
-    count = torch.tensor([max(2, min(40, round(steps)))])
-    dist.broadcast(count, 0)
-    return int(count)
-
-
 def time_methods(
     config: Config,
     methods: list[Method],
@@ -209,13 +202,15 @@ def time_methods(
         every = method.local.get("every", 1)
         begin = method.local.get("every", SETTLE)
         (last,) = in_turns({"": stepper.step}, 1, settle=begin - 1, clock=clock)[""]
-        timed = agreed_count(turn_seconds / last / every) * every
+        agreed = torch.tensor([max(2, min(40, round(turn_seconds / last / every)))])
+        dist.broadcast(agreed, 0)
+        timed = int(agreed) * every
         dist.barrier()
-        before = wire_bytes(group)
+        before = wire_bytes()
         mine = found.setdefault(method.label, {"seconds": [], "sent": [], "memory": 0})
         mine["seconds"] += in_turns({"": stepper.step}, timed, settle=0, clock=clock)[""]
         dist.barrier()
-        mine["sent"].append((wire_bytes(group) - before) / timed)
+        mine["sent"].append((wire_bytes() - before) / timed)
         mine["parts"] = {} if method.local else stepper.parts()
         if trace and method is methods[-1]:
             with torch.profiler.profile() as profile:

@@ -6,10 +6,10 @@ formula of a step is in here: a replay takes the notes one by one. Parameters ar
 model's, and bytes are counted eight times.
 
 The speeds are those of an H200 (`docs/gpu.md`): with them the path of November 2026 takes what was
-measured then, within a fifth (`tests/bench/test_step.py`). That was over a late carrier:
-the host waits for an exchange, and then queues the copy back, as Gloo does, and pycomm where
-streams cannot be held. An ordered carrier, such as NCCL, lets the stream wait. What else NCCL costs
-is not modelled: its exact all-reduce reached 55 % of 10 Gbit/s there, and 93 % of 1 Gbit/s.
+measured then, within a fifth (`tests/bench/test_step.py`). That was over a late carrier: the host
+waits for an exchange, and then queues the copy back, as Gloo does, and pycomm where streams cannot
+be held. Rows have an ordered carrier, such as NCCL: the stream waits. What else NCCL costs is not
+modelled: its exact all-reduce reached 55 % of 10 Gbit/s there, and 93 % of 1 Gbit/s.
 """
 
 from __future__ import annotations
@@ -39,7 +39,6 @@ ROOT = Path(__file__).parents[2]
 RECORDER = "tests.torch.device.recorded"
 SCALE = 8
 CODECS = {"int4": "int4", "int8": "int8", "sign": "coded sign"}
-CARRIERS = ("ordered", "late")
 
 # What the recorder notes: kind, stream and value. The first seven are those of fake_device.cpp.
 OPERATION, WORK, COPY, RECORD, BLOCK, WAIT_STREAM, WAIT_EVENT = range(7)
@@ -145,17 +144,6 @@ class Replay:
         self._events: dict[int, float] = {}
         self._arrived: dict[int, float] = {}
         self.sent = 0.0
-        self.spans: dict[tuple[str, int], tuple[float, float]] = {}
-        """Of a step: when each stage of a bucket has begun and ended; the optimizer's bucket is -1.
-
-        A hook is called when backward has made a bucket ready ("compute"). Its values are encoded,
-        scattered to their owners, added up and encoded again there ("own"), gathered, and decoded
-        where they land.
-        """
-        self._bucket = -1  # whose hook has run last in this step
-        self._exchanges: dict[int, float] = {}  # when those that are not answered have begun
-        self._ready = 0.0  # when that bucket was ready
-        self._came = 0  # answers to the bucket's exchanges
 
     def step(self) -> float:
         """Take the step; return when the compute stream has done it."""
@@ -167,15 +155,7 @@ class Replay:
 
     def _work(self, stream: Lane, seconds: float) -> None:
         self.host.take(OPERATIONS)
-        end = stream.take(seconds, self.host.free)
-        coding = ("encode", "own", "land")[min(self._came, 2)]
-        self._span("optimizer" if self._bucket < 0 else coding, end - seconds, end)
-
-    def _span(self, stage: str, begin: float, end: float) -> None:
-        if end > self._ready:  # else its kernel has no need of the bucket's values
-            key, begin = (stage, self._bucket), max(begin, self._ready)
-            first, last = self.spans.get(key, (begin, end))
-            self.spans[key] = min(first, begin), max(last, end)
+        stream.take(seconds, self.host.free)
 
     def _take(self, kind: int, number: int, value: int) -> None:
         host, stream = self.host, self.streams[number]
@@ -199,27 +179,18 @@ class Replay:
             out, sent, _ = (n * self._scale for n in self._recorded.exchanges[value])
             host.take(COLLECTIVES)
             self.sent += sent
-            begin = max(self.up.free, stream.free, host.free)
-            self.up.take(out / BUS, begin)
+            self.up.take(out / BUS, stream.free, host.free)
             self._arrived[value] = self.link.take(sent / self._rate, self.up.free)
-            self._exchanges[value] = begin
         elif kind in (ANSWER, ARRIVAL):
             came = self._recorded.exchanges[value][2] * self._scale
             arrived = self._arrived[value]
             if kind == ANSWER:  # the host waits, and then queues the copy
                 arrived = host.take(0.0, arrived)
-            end = stream.take(0.0, self.down.take(came / BUS, arrived))
-            self._span(("scatter", "gather")[min(self._came, 1)], self._exchanges.pop(value), end)
-            self._came += 1
+            stream.take(0.0, self.down.take(came / BUS, arrived))
         elif kind == BUCKET_READY:
             begin, seconds = host.free, EACH if value else FIRST
             host.take(seconds)
-            end = self.streams[COMPUTE].take(seconds, begin)
-            self._bucket, self._came, self._ready = value, 0, end - seconds
-            self._span("compute", end - seconds, end)
-            self._ready = end
-        elif kind == STEP:
-            self._bucket = -1
+            self.streams[COMPUTE].take(seconds, begin)
 
 
 @dataclass(frozen=True)
@@ -228,27 +199,15 @@ class Modelled:
 
     seconds: float
     sent: float
-    stages: list[dict[str, Any]]
-    """A row for each stage of a bucket, in seconds from the beginning of the step."""
 
 
 def modelled(recorded: Recorded, rate: float, scale: float, repeats: int = 4) -> Modelled:
     """Return the step that repeats on links of so many bytes per second."""
     replay, ends = Replay(recorded, FULL * rate, scale), [0.0]
     for _ in range(repeats):
-        replay.sent, replay.spans = 0.0, {}
+        replay.sent = 0.0
         ends.append(replay.step())
-    since, until = ends[-2:]
-    stages = [
-        {
-            "stage": stage,
-            "bucket": bucket,
-            "begin": round(begin - since, 6),
-            "end": round(end - since, 6),
-        }
-        for (stage, bucket), (begin, end) in replay.spans.items()
-    ]
-    return Modelled(until - since, replay.sent, stages)
+    return Modelled(ends[-1] - ends[-2], replay.sent)
 
 
 def small(config: Config) -> Config:
@@ -323,11 +282,9 @@ def broken(recorded: Recorded, ratio: float, *, coded: bool = False) -> list[str
 
 def steps(
     name: str, config: Config, methods: Sequence[str], rates: Sequence[str]
-) -> Iterator[tuple[Row, list[dict[str, Any]], list[str]]]:
-    """Yield the row of each method over each carrier on links of each rate, its stages, and which
-    goals it misses.
-
-    Stages and goals are those of ordered carriers.
+) -> Iterator[tuple[Row, list[str]]]:
+    """Yield the row of each method on links of each rate, over an ordered carrier, and the goals
+    that it misses.
 
     Args:
         name, config: of the model.
@@ -337,18 +294,16 @@ def steps(
     Raises:
         Failed: the recorder has failed, or this is no checkout.
     """
-    shown = list(itertools.product(methods, CARRIERS))
-    steps = record(config, [{"codec": CODECS[method], "carrier": way} for method, way in shown])
+    steps = record(config, [{"codec": CODECS[one], "carrier": "ordered"} for one in methods])
     pace, count, scale = pace_of(config), parameters(config), scale_of(config)
-    for rate, ((codec, way), recorded) in itertools.product(rates, zip(shown, steps, strict=True)):
+    for rate, (codec, recorded) in itertools.product(rates, zip(methods, steps, strict=True)):
         speed = parse_rate(rate)[0]
         found = modelled(recorded, speed, scale)
         wire = wire_seconds(found.sent, speed)
         bound = pace.bound(wire)
         words = [f"{key}:{value:g}" for key, value in recorded.summary().items()]
-        label = f"stand-in, {codec}{', late carrier' * (way == 'late')}"
         row = replace(
-            describe("step", name, count, Method(label, "stand-in", codec=codec)),
+            describe("step", name, count, Method(f"stand-in, {codec}", "stand-in", codec=codec)),
             rate=rate,
             seconds=found.seconds,
             wire_bytes=found.sent,
@@ -357,10 +312,5 @@ def steps(
             ratio=found.seconds / bound,
             parts=" ".join(words),
         )
-        if way == "late":
-            yield row, [], []
-            continue
-        place = {"method": codec, "rate": rate}
         wrong = broken(recorded, row.ratio, coded=CODECS[codec].startswith("coded "))
-        told = [f"{codec} at {rate}: {one}" for one in wrong]
-        yield row, [place | stage for stage in found.stages], told
+        yield row, [f"{codec} at {rate}: {one}" for one in wrong]

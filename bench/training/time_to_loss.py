@@ -91,6 +91,11 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--seeds", type=arguments.counts, default=[0, 1, 2], help="of the trainings")
     arguments.add_csv(parser)
     options = parser.parse(argv)
+    unknown = {"losses": ("tasks",), "optimizer": ("methods", "ranks", "seeds", "suite", "tasks")}
+    if options.suite:
+        parser.refuse(argv, "--suite", "models", "only", "ranks")
+    else:
+        parser.refuse(argv, f"--only {options.only}", *unknown[options.only])
     known = {method.label: method for method in METHODS}
     names = suite.METHODS if options.suite else known
     labels = arguments.fitting(parser, "--methods", options.methods, names)

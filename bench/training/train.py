@@ -140,34 +140,32 @@ def loss_of(model: nn.Module, sequences: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    text: torch.Tensor,
-    config: Config,
-    count: int,
-    group: dist.ProcessGroup | None = None,
-) -> float:
-    """Return the loss on `count` windows spread over the text; each rank takes its share."""
+def evaluate(model: nn.Module, text: torch.Tensor, config: Config, count: int) -> float:
+    """Return the loss on `count` windows spread over the text; each rank takes its share, and tells
+    it in the default group, of the CPU."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     starts = torch.linspace(0, text.numel() - config.context - 1, count).long()[rank::ranks]
     parts = [loss_of(model, windows(text, part, config.context)) for part in starts.split(16)]
-    mean = torch.stack(parts).mean()
-    dist.all_reduce(mean, group=group)
+    mean = torch.stack(parts).mean().cpu()
+    dist.all_reduce(mean)
     return float(mean) / ranks
 
 
 # ------------------------------------------------------------------ training
 
 
-def wire_bytes(group: dist.ProcessGroup | None = None) -> int:
-    """Return the bytes this rank has sent: by its interface's counter, else by the group's."""
+def wire_bytes() -> int:
+    """Return the bytes this rank has sent: by its interface's counter, else by pycomm's groups.
+
+    LocalSGD may have made one of its own.
+    """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     if interface != "lo":
         return interface_counts()[interface][0]
     from pycomm.backend import find
 
-    backend = find(group)
-    return backend.wire_bytes if backend else 0
+    found = map(find, list(dist.distributed_c10d._world.pg_map))
+    return sum(backend.wire_bytes for backend in found if backend)
 
 
 def schedule(step: int, steps: int, warmup: int, least: float = 0.1) -> float:
@@ -204,7 +202,7 @@ def train(
     seconds: list[float] = []
     sent: list[int] = []
     for step in range(1, config.steps + config.extra + 1):
-        start, sent_before = time.perf_counter(), wire_bytes(group)
+        start, before = time.perf_counter(), wire_bytes()
         loss = loss_of(system.model, next(data))
         system.backward(loss)
         system.apply()
@@ -212,20 +210,21 @@ def train(
         if device != "cpu":
             torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - start)
-        sent.append(wire_bytes(group) - sent_before)
+        sent.append(wire_bytes() - before)
         row = {"step": step, "seconds": sum(seconds), "sent": sum(sent), "loss": loss.item()}
         if step % config.evaluate_every == 0 or step == 1:
-            row["held_out"] = evaluate(net, held_out, config, WINDOWS, group)
+            row["held_out"] = evaluate(net, held_out, config, WINDOWS)
+        sent[-1] = wire_bytes() - before  # streams go on while the loss is judged
         if step == config.steps:
-            system.finish()
             row["mean_wire_bytes"] = sum(sent) / len(sent)  # codecs may change on the way
-            row["final"] = evaluate(net, held_out, config, FINAL_WINDOWS, group)
+            system.finish()
+            row["final"] = evaluate(net, held_out, config, FINAL_WINDOWS)
         yield row
     settled = len(seconds) // 10  # the first steps allocate, and DDP rebuilds its buckets
     result = {
         "step_seconds": statistics.median(seconds[settled:]),
         "wire_bytes": statistics.median(sent[settled:]),
-        "held_out": evaluate(net, held_out, config, FINAL_WINDOWS, group),
+        "held_out": evaluate(net, held_out, config, FINAL_WINDOWS),
     }
     system.close()
     yield result

@@ -66,8 +66,12 @@ def _step_time(text: str) -> float:
 
 def _output(text: str) -> Path:
     """Return a file that can be written; an error is found before anything is computed."""
-    with open(text, "a"):
-        return Path(text)
+    path = Path(text)
+    is_new = not path.exists()
+    with path.open("a"):
+        if is_new:  # who computes nothing leaves nothing
+            path.unlink()
+    return path
 
 
 def _codings(text: str) -> list[codecs.Coding]:

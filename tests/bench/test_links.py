@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch.distributed as dist
 
-from pycomm.bench import links
+from pycomm.bench import links, netlab
 from pycomm.bench.__main__ import main
 from pycomm.bench.lab.rates import Rate, parse
 from tests.torch.interpreter import free_port
@@ -45,6 +45,13 @@ def test_rows_of_both_backends(tmp_path, capsys):
         # Both numbers are rounded to a tenth.
         assert float(row["mbit_per_s"]) == pytest.approx(rate, rel=0.05, abs=0.06)
         assert (row["round_trip_ms"], row["loss"], row["bytes"]) == ("2", "0", "4096")
+
+
+def test_labs_of_tests_leave_processors_idle():
+    """Else each would keep all of them busy, beside the tests of other workers."""
+    with netlab.Lab(1, "1gbit") as lab:
+        assert netlab.wait(lab.start(["true"])) == 0
+        assert lab._busy is None
 
 
 def test_rows_name_the_congestion_control_that_the_nodes_have(monkeypatch):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from pycomm.bench import netlab
+from pycomm.bench import netlab, plan
 from pycomm.bench.common import tables
 from pycomm.bench.common.harness import Origin, read_rows
 from pycomm.bench.common.harness import record as with_origin
+from pycomm.bench.common.report import JUDGED
 from pycomm.bench.lab.jobs import ask
 from pycomm.bench.plan import (
     PlanCase,
@@ -53,6 +54,17 @@ def test_rows_come_back(tmp_path):
     median, worst, picked = accuracy(GOOD)
     assert (median, worst) == pytest.approx((1 / 21, 2 / 31))
     assert picked == [True]
+
+
+def test_a_link_may_have_a_rate_each_way(monkeypatch, capsys):
+    def probe(rate, path):
+        path.write_text(rate)
+
+    monkeypatch.setattr(plan, "probe", probe)
+    monkeypatch.setattr(plan, "measure", lambda *_: GOOD)
+    assert plan.main(["--rate", "10mbit/100mbit"]) == 0
+    monkeypatch.setattr(plan, "measure", lambda *_: [case("none", 10.0, 15.0)])
+    assert plan.main([]) == JUDGED
 
 
 @pytest.fixture(scope="module")

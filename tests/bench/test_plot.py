@@ -74,6 +74,8 @@ def test_rows_that_differ_in_more_than_is_shown_are_noticed(
     monkeypatch.setattr(plot.faults, "__defaults__", ([FIGURE],))
     assert plot.main(["--check"]) == 1
     assert capsys.readouterr().out == f"{says}\n"
+    with pytest.raises(SystemExit):
+        plot.main(["--check", "--results", str(checkout)])  # it is of the checkout's own
 
 
 def test_the_newest_of_equal_rows_is_shown(checkout):

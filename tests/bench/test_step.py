@@ -7,8 +7,6 @@ from functools import cache
 import pytest
 
 from pycomm.bench.common import accelerator, tables
-from pycomm.bench.figures.charts import timeline
-from pycomm.bench.figures.drawing import digest, picture_digest
 from pycomm.bench.lab.rates import bytes_per_second
 from pycomm.bench.step import Pace, stand_in, wire_seconds
 from pycomm.bench.step import __main__ as command
@@ -153,7 +151,7 @@ def test_what_coded_momentum_asks_for_only_falls(recorded, codec, launches):
 
 def test_the_check_says_which_goals_do_not_hold(recorded, monkeypatch, capsys):
     def check(way):
-        monkeypatch.setattr(stand_in, "record", lambda *_: [recorded[("int4", *way)]] * 2)
+        monkeypatch.setattr(stand_in, "record", lambda *_: [recorded[("int4", *way)]])
         words = ["--stand-in", "--check", "--methods", "int4", "--rate", "10gbit"]
         status = command.main(words)
         missed = [line for line in capsys.readouterr().out.splitlines() if "not yet: " in line]
@@ -161,20 +159,6 @@ def test_the_check_says_which_goals_do_not_hold(recorded, monkeypatch, capsys):
 
     assert check(("ordered", "")) == (0, [])
     assert check(("late", "before")) == (1, ["launches", "calls", "waits", "held", "of"])
-
-
-def test_the_trace_has_each_stage_of_each_bucket(recorded, monkeypatch, tmp_path):
-    one = recorded[NOW]
-    monkeypatch.setattr(stand_in, "record", lambda *_: [one, one])
-    words = ["--stand-in", "--methods", "int4", "--rate", "10gbit"]
-    assert command.main([*words, "--trace", str(tmp_path / "t.csv")]) == 0
-    spans = tables.read(tmp_path / "t.csv")
-    assert {int(span["bucket"]) for span in spans} == {-1, *range(len(buckets(GPT)))}
-    stages = {"compute", "encode", "scatter", "own", "gather", "land", "optimizer"}
-    assert {span["stage"] for span in spans} == stages
-    for span in spans:
-        assert 0 <= float(span["begin"]) < float(span["end"]) < 0.2
-    assert picture_digest(tmp_path / "t.png") == digest(timeline(spans))
 
 
 def test_a_lane_does_one_thing_after_the_other():

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.bench.common.harness import Row
-from pycomm.bench.training import suite
+from pycomm.bench.training import suite, time_to_loss
 from pycomm.bench.training import train as training
 from pycomm.bench.training.methods import METHODS, Method
 from pycomm.bench.training.results import EXACT, changes, describe, steps_to_exact, steps_to_loss
@@ -173,6 +173,13 @@ def test_losses_are_compared_on_the_same_text():
     assert changes(INT4.label, "demo", rows) == [pytest.approx(0.05)]
     assert changes(FP16.label, "demo", rows) == [pytest.approx(0.04)]  # seed 1 has no exact run
     assert changes(EXACT.label, "demo", rows) == [0.0]
+
+
+def test_bytes_of_streams_count_which_have_a_group_of_their_own():
+    method = next(method for method in METHODS if method.label == "LocalSGD, SparseLoCo in streams")
+    config = Config(layers=1, width=32, steps=40, evaluate_every=40)
+    rows = time_to_loss.train(2, training.ranks_train, config, [method])
+    assert rows[-2]["mean_wire_bytes"] > 0
 
 
 def test_local_methods_average_by_rounds(tmp_path):

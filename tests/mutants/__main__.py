@@ -9,7 +9,7 @@ in a copy of the tree, in build/mutants, which is compiled again if it is in C++
 First the tests run without any mutant: they must pass, at the second time at the latest. A mutant
 whose tests then fail is caught; one whose tests do not end in twenty minutes is caught, too, and
 counted as hung. The exit status is 1 if one escapes, or if one does not fit the sources any more.
-Results are in bench/results/mutants.csv.
+Results are in bench/results/mutants.csv; its tests have the names that they had at its commits.
 """
 
 from __future__ import annotations
@@ -104,8 +104,7 @@ def _write(mutant: Mutant, result: Mapping[str, object], path: Path = RESULTS) -
     rows: dict[str, dict[str, object]] = {}
     if path.exists():
         rows = {row["name"]: dict(row) for row in tables.read(path)}
-    about = {"name": mutant.name, "file": mutant.file}
-    rows[mutant.name] = {**about, "function": mutant.function, "tests": mutant.tests, **result}
+    rows[mutant.name] = {"name": mutant.name, **result}
     made = [rows[m.name] for m in MUTANTS if m.name in rows]
     tables.write(path, list(rows[mutant.name]), made)
 

@@ -222,6 +222,16 @@ def test_bad_words_are_answered_in_one_line(words, named, capsys):
     assert named in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_probe_that_does_not_run_leaves_no_file(tmp_path):
+    there = tmp_path / "there.json"
+    there.write_text("[]")
+    for file in (there, tmp_path / "new.json"):
+        with pytest.raises(SystemExit):
+            main(["probe", "--out", str(file), "--ranks", "1"])
+    assert [*tmp_path.iterdir()] == [there]
+    assert there.read_text() == "[]"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.9996, "1 s"), (999.6e-6, "1 ms"), (999.7, "1000 s"), (0.999, "999 ms")]
 )

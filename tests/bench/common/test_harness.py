@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pycomm.bench import demo
 from pycomm.bench.__main__ import main
 from pycomm.bench.common import harness, tables
 from pycomm.bench.common.harness import COLUMNS, Origin, Row
@@ -70,6 +71,10 @@ def test_csv_of_another_schema_is_left_alone(tmp_path, capsys):
         told = f"python -m pycomm.bench: {path} has other columns (a, b): use another file\n"
         assert capsys.readouterr() == ("", told)
     assert path.read_text() == "a,b\n1,2\n"
+    with pytest.raises(tables.OtherTable, match="other columns"):
+        demo.main(["--csv", str(path)])
+    assert main(["codecs", "--csv", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.endswith(f"{tmp_path} is a folder: name a file\n")
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(tables.OtherTable, match="holds no table"):
         tables.append(path, [harness.record(ROW, Origin.here(""))])

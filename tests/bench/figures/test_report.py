@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pycomm.bench.__main__ import SUBCOMMANDS
 from pycomm.bench.common import tables
-from pycomm.bench.figures import report
+from pycomm.bench.common.report import JUDGED
+from pycomm.bench.figures import docs, report
 from pycomm.bench.figures.report import CLAIMS, commands
 from pycomm.bench.ops.operations import OPERATIONS
 from pycomm.bench.plot import FIGURES
@@ -49,6 +51,30 @@ def test_failed_command_leaves_its_table_alone(tmp_path, capsys):
     assert "--no-such-option" in log.read_text()
 
 
+@pytest.mark.parametrize(("status", "left"), [(1, ["1"]), (JUDGED, ["2"])])
+def test_rows_of_a_broken_promise_count_and_those_of_a_failure_do_not(
+    tmp_path, monkeypatch, status, left
+):
+    """A rank that fails has left some rows, and the exit status of any failure."""
+
+    def stopped(command, cwd, **_):
+        write(cwd / command[-1], {"command": "a", "x": 2})
+        return SimpleNamespace(returncode=status)
+
+    monkeypatch.setattr(
+        report.subprocess, "run", lambda command, cwd, **_: stopped(command, Path(cwd))
+    )
+    table = write(tmp_path / "x.csv", {"command": "a", "x": 1})
+    assert report.run("x.csv", "plan", tmp_path, tmp_path / "log") == (status == JUDGED)
+    assert [row["x"] for row in tables.read(table)] == left
+
+
+def test_of_repeated_rows_of_codecs_the_newest_count(tmp_path):
+    row = {"kind": "codec", "backend": "native", "codec": "int8", "op": "encode", "size": 4}
+    rows = [row | {"time": f"2026-01-0{n}", "algbw": n, "ratio": 4, "err": 0.5} for n in (1, 2)]
+    assert "| 2.0 |" in docs.codecs(write(tmp_path / "codecs.csv", *rows))
+
+
 def test_every_claim_has_a_table_and_a_command():
     known = {*OPERATIONS, *SUBCOMMANDS}
     for _, words in commands():
@@ -66,7 +92,7 @@ def test_only_tables_that_are_asked_for_are_measured(capsys, tmp_path, monkeypat
     monkeypatch.setattr(report, "run", lambda table, *_: table != "links-cpu.csv")
     log = ["--measure", "--log", str(tmp_path / "log"), "--only"]
     assert report.main([*log, "demo"]) == 0
-    assert report.main([*log, "links"]) == 1
+    assert report.main([*log, "links,"]) == 1
     names = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
     assert names == ["demo-cpu.csv:", *["links-cpu.csv:"] * 2]
     with pytest.raises(SystemExit):

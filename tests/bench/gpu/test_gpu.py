@@ -129,20 +129,14 @@ def test_a_run_goes_on_where_one_of_equal_sources_stopped(pretend_gpu, tmp_path)
     assert started[-len(every) :] == every
 
 
-def test_a_run_whose_time_is_over_says_what_is_left(pretend_gpu, tmp_path, capsys):
-    words = ["--results", str(tmp_path), "--stages", "smoke,kernels,step"]
-    assert gpu.main([*words, "--minutes", "0"]) == 1
-    told = capsys.readouterr().out
-    assert "ran: nothing" in told
-    assert "left: make gpu STAGES=smoke,kernels,step" in told
-
-
-def test_suites_that_have_no_time_are_left(pretend_gpu, tmp_path, capsys):
+@pytest.mark.parametrize(("minutes", "ran"), [("0", "nothing"), ("9", "contract")])
+def test_what_has_no_time_is_left(pretend_gpu, tmp_path, capsys, minutes, ran):
+    """The run's own time is over, or that of the stage's suites."""
     pretend_gpu.setattr(gpu, "STAGES", gpu.STAGES | {"contract": (0, gpu.contract)})
     words = ["--results", str(tmp_path), "--kinds", "native", "--stages", "contract"]
-    assert gpu.main(words) == 1
+    assert gpu.main([*words, "--minutes", minutes]) == 1
     told = capsys.readouterr().out
-    assert "ran: contract;" in told
+    assert f"ran: {ran};" in told
     assert "left: make gpu STAGES=contract" in told
 
 

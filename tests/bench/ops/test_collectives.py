@@ -78,8 +78,8 @@ SETS: dict[str, tuple[int, dict[str, str], dict[str, str]]] = {
         4,
         {"PYCOMM_TRANSPORT": "tcp"},
         {
-            op: f"{op} -b 64K -e 64K --codec none,quant:bits=8"
-            for op in ("all_reduce", "reduce_scatter")
+            **{op: f"{op} -b 64K -e 64K --codec none,quant:bits=8" for op in coded.CORE},
+            "unchecked": "all_reduce -b 64K -e 64K -c 0 -w 1",
         },
     ),
 }
@@ -163,6 +163,9 @@ def test_wire_bytes_are_those_of_the_derivation(rows_of):
             share = row["size"] / row["ratio"] / 4  # of one rank; codes of a part are as long
             headers = row["wire_bytes"] - shares * share
             assert 0 < headers <= 2 * shares * 128 + 64  # scales of blocks that a part cuts
+    checked, *_ = rows_of("four ranks", "all_reduce")
+    (row,) = rows_of("four ranks", "unchecked")  # a group's first call also exchanges what it knows
+    assert row["wire_bytes"] == checked["wire_bytes"]
 
 
 @pytest.mark.parametrize("op", OTHERS)
@@ -311,17 +314,31 @@ def test_a_rank_that_fails_ends_all(tmp_path):
         (["step", "--rate", "fast"], "cannot read the rate 'fast'"),
         (["step", "--trainings", "nothing"], "'nothing' fits none of these: Gloo, fp32;"),
         (["step", "--methods", "fp16", "--backend", "pycomm"], "none of --methods fp16 is for"),
-        (["step", "--model", "7b"], "there is no model '7b'"),
         (["peers", "--peers", "nothing"], "'nothing' fits none of these: DDP on Gloo"),
-        (["plan", "--rate", "1gbit@3"], "cannot read the round trip '3'"),
-        (["plan", "--ranks", "2,1"], "--ranks: want at least 2"),
+        (["plan", "--ranks", "2,1"], "'1': want 2 to 250"),
+        (["plan", "--size", "1M,2"], "--size 2: want at least 4 bytes"),
+        (["plan", "--rate", "1gbit@3ms@0@1"], "cannot read '1gbit@3ms@0@1'"),
+        (["step", "--nodes", "300"], "'300': want 2 to 250"),
+        (["step", "--stand-in", "--trainings", "int4"], "--stand-in has no --trainings"),
+        (["step", "--stand-in", "--methods", "exact,int4"], "--stand-in models int4, int8, sign"),
+        (["step", "--trainings", "int4", "--methods", "int4"], "--trainings has no --methods"),
+        (["training", "--suite", "--ranks", "4"], "--suite has no --ranks"),
+        (["training", "--tasks", "rows"], "--only losses has no --tasks"),
+        (["training", "--only", "optimizer", "--seeds", "0"], "--only optimizer has no --seeds"),
+        (["report", "--tables", "--only", "demo"], "--tables has no --only"),
         (["peers", "--delays", "0,-5"], "the round trip '-5ms'"),
         (["step", "--stand-in", "--rate", "1gbit,unlimited"], "not unlimited"),
         (["training", "--methods", "pycomm int4"], "did you mean 'pycomm, int4'? Gloo, fp32;"),
         (["links", "--loss", "0,200%"], "cannot read the share '200%'"),
         (["links", "--round-trip", "2ms,3"], "cannot read the round trip '3'"),
         (["links", "--rate", "1gbit,2mbps"], "rate '2mbps'"),  # of tc, which means bytes
-        (["links", "--rate", "1gbit/"], "cannot read the rate ''"),
+        (["links", "--rate", "0mbit"], "the rate '0mbit' is not above 0"),
+        (["links", "--bytes", "8192,4"], "--bytes 4: want at least 8"),
+        (["links", "--paths", "1gbit,1gbit", "--loss", "0"], "--paths has no --loss"),
+        (
+            ["links", "--operation", "all_reduce_int8", "--backend", "gloo"],
+            "gloo has no all_reduce",
+        ),
         (["links", "--paths", "1gbit; rm x"], "cannot read the rate '1gbit; rm x'"),
         (["all_gather", "--device", "cuda", "--backend", "nccl"], "built for CUDA"),
         (["gpu"], "torch sees no GPU here: this needs an NVIDIA GPU"),
