@@ -25,14 +25,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pycomm.bench import netlab
+from pycomm.bench.__main__ import reported
 from pycomm.bench.common import accelerator, arguments
 from pycomm.bench.common.harness import Row
 from pycomm.bench.common.report import Column, Report
@@ -248,3 +251,7 @@ def main(argv: Sequence[str]) -> int:
     for goal in wrong:
         report.note(f"not yet: {goal}")
     return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(reported(partial(main, sys.argv[1:])))
