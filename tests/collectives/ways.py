@@ -192,6 +192,8 @@ def check_everything(c, results, who=lambda rank: False, factors=()):
     for n, of in results.items():
         mine, wide = of.mine[me], of.wide[me]
         own = slice(me * n, (me + 1) * n)
+        after = (me + 1) % ranks  # whose part is no place of ours
+        other = slice(after * n, (after + 1) * n)
 
         x = place(mine)
         c.all_reduce(x, **how)
@@ -203,6 +205,9 @@ def check_everything(c, results, who=lambda rank: False, factors=()):
         assert np.array_equal(x, wide)
         c.reduce_scatter(x, x[own], **how)
         assert np.array_equal(x[own], of.wide_total[own])
+        x = place(wide)
+        c.reduce_scatter(x, x[other], **how)
+        assert np.array_equal(x[other], of.wide_total[own])
 
         x, out = place(mine), place(np.zeros_like(wide))
         c.all_gather(x, out)
@@ -210,6 +215,9 @@ def check_everything(c, results, who=lambda rank: False, factors=()):
         out[:] = 0
         out[own] = mine
         c.all_gather(out[own], out)
+        assert np.array_equal(out, of.joined)
+        out[other] = mine
+        c.all_gather(out[other], out)
         assert np.array_equal(out, of.joined)
 
         x, out = place(wide), place(np.zeros_like(wide))
@@ -228,6 +236,10 @@ def check_everything(c, results, who=lambda rank: False, factors=()):
         back = place(np.zeros_like(mine))
         c.scatter(out, back, root)
         assert np.array_equal(back, mine)
+        c.scatter(out, out[other], root)
+        assert np.array_equal(out[other], mine)
+        c.gather(out[other], out, root)
+        assert me != root or np.array_equal(out, of.joined)
 
         x, out = place(mine), place(np.zeros_like(mine))
         c.reduce(x, out if me == root else None, root, **how)
