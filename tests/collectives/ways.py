@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from operator import mul
 from typing import TypeVar
 
 import numpy as np
 
-from pycomm import _C, _test
+from pycomm import _C
 
 T = TypeVar("T")
 
@@ -53,20 +54,18 @@ CANONICAL = {
     "complex128": ("u8", 0x7FF8000000000000, 0x7FF0000000000000),
 }
 
-
-def _reducible(dtype: _C.DType, op: _C.ReduceOp) -> bool:
-    try:
-        _test.check_reducible(dtype, op)
-    except RuntimeError:
-        return False
-    return True
-
-
+FLOATS = [name for name in CANONICAL if not name.startswith("complex")]
+INTEGERS = [name for name in TYPES if "int" in name]
+MEANINGLESS = [
+    *product(FLOATS, ("band", "bor", "bxor")),
+    *product(INTEGERS, ("premul_sum",)),
+    *product(("bool",), ("avg", "premul_sum")),
+    *product(("complex64", "complex128"), ("min", "max", "band", "bor", "bxor")),
+]
 REDUCIBLE = [
     (dtype, op)
-    for dtype in _C.DType.__members__.values()
-    for op in _C.ReduceOp.__members__.values()
-    if _reducible(dtype, op)
+    for dtype, op in product(_C.DType.__members__.values(), _C.ReduceOp.__members__.values())
+    if (dtype.name, op.name) not in MEANINGLESS
 ]
 
 
