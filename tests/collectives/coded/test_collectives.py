@@ -20,7 +20,7 @@ from pycomm.codecs import RandomKey
 from pycomm.communicator import Piece
 from tests.collectives.ways import WAYS, bits
 from tests.extent import each_value
-from tests.ranks import attempt, run, run_processes
+from tests.ranks import attempt, run
 
 RANKS = [1, 2, 3, 4, 8]
 CODECS = [
@@ -188,12 +188,6 @@ def test_pieces_of_one_bucket_have_codecs_of_their_own(average, feedback, codecs
     check(run(3, job, **WAYS["tcp"]), codecs, average, feedback)
 
 
-@both
-def test_between_processes(codecs):
-    check(run_processes(3, reduce_once(list(TENSORS), codecs)), codecs)
-    check(run_processes(2, reduce_once(list(TENSORS), codecs), transport="tcp"), codecs)
-
-
 @each_value
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("codec", ["int8", "int4", "fp8", "fp32", WHOLE])
@@ -344,11 +338,6 @@ def test_reduce_scatter_is_independent_of_way_and_segments(way, segment_bytes):
     options = {**WAYS[way], "segment_bytes": segment_bytes}
     check_reduce_scatter(run(3, reduce_scatter(), **options))
     check_reduce_scatter(run(2, reduce_scatter(in_place=True), **options))
-
-
-def test_shards_between_processes():
-    check_reduce_scatter(run_processes(3, reduce_scatter()))
-    check_reduce_scatter(run_processes(2, reduce_scatter(), transport="tcp"))
 
 
 def test_without_a_codec_it_is_the_plain_one():
