@@ -66,7 +66,12 @@ def run_preloaded(program: str, kernel: str, folder: Path, *words: str, **variab
     """Run a Python program on the `library` of a C source; return what it has printed."""
     ended = subprocess.run(
         [sys.executable, "-c", program, *words],
-        env={**os.environ, "LD_PRELOAD": library(kernel, folder), **variables},
+        # Behind what is preloaded here: the runtime of a sanitizer comes first.
+        env={
+            **os.environ,
+            "LD_PRELOAD": f"{os.environ.get('LD_PRELOAD', '')} {library(kernel, folder)}",
+            **variables,
+        },
         capture_output=True,
         text=True,
         timeout=100,

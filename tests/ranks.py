@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import multiprocessing
 import os
 import queue
+import struct
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
+
+import pytest
 
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error
@@ -39,6 +44,40 @@ def join(threads: list[threading.Thread], limit: float) -> list[int]:
         while not thread.is_alive() and os.path.exists(task) and time.monotonic() < end:
             time.sleep(0.0001)
     return [place for place, thread in enumerate(threads) if thread.is_alive()]
+
+
+@contextmanager
+def without_threads() -> Iterator[None]:
+    """Let no thread start but Python's: its stack would be larger than the address space."""
+    libc, size = ctypes.CDLL(None), threading.stack_size(1 << 20)
+    before, attributes = (ctypes.create_string_buffer(64) for _ in range(2))
+    for each in (before, attributes):
+        assert libc.pthread_getattr_default_np(each) == 0
+    libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(1 << 47))
+    assert libc.pthread_setattr_default_np(attributes) == 0
+    try:
+        yield
+    finally:
+        assert libc.pthread_setattr_default_np(before) == 0
+        threading.stack_size(size)
+
+
+def refuse(call: int, error: int, arguments: Mapping[int, int] | None = None) -> None:
+    """Let the kernel refuse this process a system call, or one with these arguments, by their
+    places: a seccomp filter (linux/seccomp.h)."""
+    load, equal, give, allowed = 0x20, 0x15, 0x06, 0x7FFF0000
+    wanted = {0: call} | {16 + 8 * place: value for place, value in (arguments or {}).items()}
+    steps = []
+    for number, (place, value) in enumerate(wanted.items(), 1):
+        behind = 2 * (len(wanted) - number) + 1
+        steps += [(load, 0, 0, place), (equal, 0, behind, value)]
+    steps += [(give, 0, 0, 0x00050000 | error), (give, 0, 0, allowed)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+    program = struct.pack("HxxxxxxP", len(steps), ctypes.addressof(code))
+    libc = ctypes.CDLL(None)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0
+    if libc.prctl(22, 2, ctypes.c_char_p(program), 0, 0) != 0:
+        pytest.skip("this kernel has no seccomp filters")
 
 
 def on_threads(ranks: Iterable[int], main: Callable[[int], Any], limit: float) -> list[Any]:

@@ -55,27 +55,41 @@ std::shared_ptr<Trace> make_trace(int rank, int size, const CommunicatorOptions&
   return Trace::make(std::move(owner));
 }
 
-/// True if a part that an all_to_all receives lies where one is that it sends.
-bool parts_meet(const Collective& call, int ranks) {
+/// True if what a rank gets lies where something is that it brings, but for its own part in place:
+/// that would be overwritten before it is sent.
+bool overwrites(const Collective& call, int rank, int ranks) {
   struct Range {
-    const uint8_t *begin, *end;
-    bool sent;
+    uintptr_t begin, end;
+    bool brought;
   };
+  const int ins = call.has_in_parts() ? ranks : 1, outs = call.has_out_parts() ? ranks : 1;
+  const auto for_each = [&](const auto& visit) {
+    const auto add = [&](const auto& part, bool brought) {
+      const auto begin = reinterpret_cast<uintptr_t>(part.data);
+      if (part.size > 0) visit(Range{begin, begin + part.size, brought});
+    };
+    const Span<uint8_t> own = call.out[outs > 1 ? rank : 0];
+    for (int r = 0; r < ins; r++) {
+      const Span<const uint8_t> in = call.in[r];
+      const bool in_place = (ins == 1 || r == rank) && in.data == own.data && in.size == own.size;
+      if (!in_place) add(in, true);
+    }
+    for (int r = 0; r < outs; r++) add(call.out[r], false);
+  };
+  Range all[2] = {{UINTPTR_MAX, 0, false}, {UINTPTR_MAX, 0, true}};
+  for_each([&](const Range& range) {
+    Range& whole = all[range.brought];
+    whole = {std::min(whole.begin, range.begin), std::max(whole.end, range.end), range.brought};
+  });
+  if (all[0].begin >= all[1].end || all[1].begin >= all[0].end) return false;  // as mostly
   std::vector<Range> ranges;
-  for (int r = 0; r < ranks; r++) {
-    const Span<const uint8_t> in = call.in[r];
-    const Span<uint8_t> out = call.out[r];
-    if (in.size > 0) ranges.push_back({in.begin(), in.end(), true});
-    if (out.size > 0) ranges.push_back({out.begin(), out.end(), false});
-  }
+  for_each([&](const Range& range) { ranges.push_back(range); });
   std::sort(ranges.begin(), ranges.end(),
-            [](const Range& a, const Range& b) { return std::less<>()(a.begin, b.begin); });
-  const uint8_t *sent = nullptr, *received = nullptr;  // the furthest ends until now
+            [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  uintptr_t ends[2] = {};  // the furthest until now
   for (const Range& range : ranges) {
-    const uint8_t*& own = range.sent ? sent : received;
-    const uint8_t* other = range.sent ? received : sent;
-    if (std::less<>()(range.begin, other)) return true;
-    own = std::max(own, range.end, std::less<>());
+    if (range.begin < ends[!range.brought]) return true;
+    ends[range.brought] = std::max(ends[range.brought], range.end);
   }
   return false;
 }
@@ -85,27 +99,23 @@ bool parts_meet(const Collective& call, int ranks) {
 /// Of a premul_sum that is its data times its own factor. Factors differ between ranks, so each
 /// rank scales its own data before another rank can see the first byte. From there on a premul_sum
 /// is a sum (core/reduce.h), whatever way the data take. The product is rounded to the dtype, in
-/// which it travels. Of an all_to_all in place it is what would be overwritten before it is sent.
+/// which it travels. Where a call overwrites what it is to send, it is that.
 ///
 /// It owns the memory of copies, so it outlives the operation that reads them.
 class Contribution {
  public:
   /// Returns the call with our contribution as its input. The product of one buffer lies where the
   /// caller wants the result, if he wants one: after an error its contents are undefined anyway.
-  Collective of(Collective call, int ranks) {
+  Collective of(Collective call, int rank, int ranks) {
     const bool scales = call.redop == ReduceOp::premul_sum && call.reduces();
-    if (!scales && (call.op != Op::all_to_all || !parts_meet(call, ranks))) return call;
+    const bool apart = overwrites(call, rank, ranks);
+    if (!scales && !apart) return call;
     const size_t element = size_of(call.dtype);
-    if (!call.has_in_parts()) {
-      const size_t numel = call.in.numel(0);
-      void* product = call.out.data() ? call.out.data() : room(numel * element);
-      scale(call.dtype, call.in.data(), product, numel, call.factor);
-      call.in = ConstParts(product, numel).of(element);
-      return call;
-    }
-    uint8_t* place = room(call.bytes(ranks));
+    const int parts = call.has_in_parts() ? ranks : 1;
+    void* const result = parts == 1 && scales && !apart ? call.out.data() : nullptr;
+    auto* place = result ? static_cast<uint8_t*>(result) : room(call.in.total(parts) * element);
     const uint8_t* const begin = place;
-    for (int r = 0; r < ranks; r++) {
+    for (int r = 0; r < parts; r++) {
       if (scales) scale(call.dtype, call.in[r].data, place, call.in.numel(r), call.factor);
       if (!scales) copy_bytes(place, call.in[r].data, call.in.bytes(r));
       list_.push_back({place, call.in.numel(r)});
@@ -422,7 +432,7 @@ void Communicator::run(const Collective& given, Milliseconds timeout) {
   Contribution ours;
   impl_->collective(tag, timeout, [&](const dispatch::Route& route) {
     if (call.op == Op::all_to_all) impl_->note_parts(call.in.total(size()), call.out.total(size()));
-    dispatch::run(route, ours.of(call, size()));
+    dispatch::run(route, ours.of(call, rank(), size()));
   });
 }
 

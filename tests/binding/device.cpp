@@ -32,11 +32,10 @@ struct OwnedGroup {
 std::unique_ptr<OwnedGroup> make_group(std::shared_ptr<Store> store, int rank, int size, int index,
                                        const std::string& group, double timeout,
                                        const std::string& memory, size_t staging_bytes,
-                                       size_t coded_bytes, int blocks, uint32_t first_barrier) {
+                                       size_t coded_bytes, int blocks) {
   GilReleased release;
-  const DeviceGroupOptions options{group,         milliseconds(timeout), memory,
-                                   staging_bytes, coded_bytes,           blocks,
-                                   first_barrier, &check_signals};
+  const DeviceGroupOptions options{
+      group, milliseconds(timeout), memory, staging_bytes, coded_bytes, blocks, &check_signals};
   auto owned = std::make_unique<OwnedGroup>();
   owned->group = std::make_unique<DeviceGroup>(std::move(store), rank, size, index, options);
   return owned;
@@ -84,8 +83,7 @@ void bind_device(py::module_& m) {
            py::arg("index") = -1, py::kw_only(), py::arg("group") = "default",
            py::arg("timeout") = 300.0, py::arg("memory") = "auto",
            py::arg("staging_bytes") = size_t{DeviceGroupOptions::kStagingBytes},
-           py::arg("coded_bytes") = size_t{DeviceGroupOptions::kCodedBytes}, py::arg("blocks") = 0,
-           py::arg("first_barrier") = 0)
+           py::arg("coded_bytes") = size_t{DeviceGroupOptions::kCodedBytes}, py::arg("blocks") = 0)
       .def("describe", [](const OwnedGroup& g) { return (*g).describe(); })
       .def("set_timeout",
            [](const OwnedGroup& g, double seconds) { (*g).set_timeout(milliseconds(seconds)); })

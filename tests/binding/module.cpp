@@ -56,7 +56,6 @@ std::array<uint32_t, 4> random_words_of(uint64_t seed, uint32_t step, uint32_t t
 }
 
 void bind_tools(py::module_& m) {
-  m.def("check_reducible", &check_reducible, py::arg("dtype"), py::arg("op"));
   m.def("all_finite", &all_finite_address, py::arg("x"), py::arg("numel"));
 
   m.def("philox", &philox, py::arg("counter"), py::arg("key"));

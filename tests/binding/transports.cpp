@@ -184,8 +184,6 @@ void bind_transports(py::module_& m) {
   py::class_<OwnedTransport>(m, "Transport")
       .def(py::init(&make_transport), py::arg("kind"), py::arg("store"), py::arg("group"),
            py::arg("rank"), py::arg("size"), py::kw_only(), py::arg("timeout") = 300.0)
-      .def_property_readonly("sent_bytes",
-                             [](const OwnedTransport& t) { return (*t).sent_bytes(); })
       .def("describe", [](const OwnedTransport& t) { return (*t).describe(); })
       .def("reaches", [](const OwnedTransport& t, int rank) { return (*t).reaches(rank); })
       .def(

@@ -13,6 +13,7 @@ import pytest
 from pycomm.errors import Error, Timeout, WireMismatch
 from tests.collectives.test_algorithms import (
     CALLS,
+    SIZES,
     check_left,
     check_missing,
     everything,
@@ -40,7 +41,6 @@ NODES = {
 SITES = {name: (sites, list(range(len(sites)))) for name, sites in NODES.items() if name != "one"}
 SITES["hosts of two ranks"] = [0, 0, 0, 1, 1], [0, 0, 1, 2, 2]
 SITES["a host among three"] = [0, 0, 0, 0, 1, 1, 1], [0, 1, 1, 2, 3, 4, 5]
-SIZES = [0, 1, 3, 17, 1000, 30011]
 
 
 def options(name, **more):

@@ -15,7 +15,7 @@ import pytest
 
 from pycomm import _C, _test
 from pycomm.communicator import Communicator, Store
-from pycomm.errors import Error, PeerLost, Timeout, WireMismatch
+from pycomm.errors import Error, PeerLost, WireMismatch
 from tests.collectives.ways import WAYS, floats
 from tests.extent import each_value
 from tests.ranks import OPTIONS, attempt, join, run
@@ -33,9 +33,9 @@ def test_every_pair_both_directions_at_once(way, ranks):
         sent, received = [], []
         for numel in SIZES:
             for peer in range(ranks):
-                sent.append(c.send(floats(c.rank, numel), peer, tag=numel))
-                out = np.empty(numel, np.float32)
-                received.append((c.recv(out, peer, tag=numel), out, peer))
+                sent.append(c.send(floats(c.rank, numel), peer, tag=numel * ranks + c.rank))
+                out, source = np.empty(numel, np.float32), peer if numel % 2 else -1  # any
+                received.append((c.recv(out, source, tag=numel * ranks + peer), out, peer))
         for request, out, peer in received:
             request.wait()
             assert request.source() == peer
@@ -163,25 +163,6 @@ def test_long_messages_meet_in_any_order(way):
     run(2, job, **WAYS[way])
 
 
-@everywhere
-def test_any_source_tells_who_it_was(way):
-    ranks = 4
-
-    def job(c):
-        if c.rank > 0:
-            c.send(np.array([c.rank * 10]), 0, tag=5).wait()
-            return None
-        seen = {}
-        for _ in range(ranks - 1):
-            out = np.empty(1, np.int64)
-            request = c.recv(out, tag=5)
-            request.wait()
-            seen[request.source()] = int(out[0])
-        return seen
-
-    assert run(ranks, job, **WAYS[way])[0] == {1: 10, 2: 20, 3: 30}
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_rank_may_send_to_itself(ranks):
     def job(c):
@@ -276,20 +257,6 @@ def test_sizes_that_differ_are_an_error_at_both_ends(way, first):
     for error in attempt(2, job, **WAYS[way]):
         assert isinstance(error, WireMismatch)
         assert text in str(error)
-
-
-def test_a_timeout_names_the_missing_message():
-    def job(c):
-        if c.rank == 1:
-            c.barrier(timeout=1)
-        try:
-            c.recv(np.empty(2, np.float32), 1, tag=9).wait(timeout=0.1)
-        finally:
-            assert c.trace()["records"][-1]["state"] == "failed"
-
-    errors = attempt(2, job)
-    assert all(isinstance(error, Timeout) for error in errors)
-    assert "rank 0: recv of 8 bytes from rank 1 (tag 9)" in str(errors[0])
 
 
 @everywhere

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
 from operator import mul
 from typing import TypeVar
 
 import numpy as np
 
-from pycomm import _C, _test
+from pycomm import _C
 
 T = TypeVar("T")
 
@@ -53,20 +54,18 @@ CANONICAL = {
     "complex128": ("u8", 0x7FF8000000000000, 0x7FF0000000000000),
 }
 
-
-def _reducible(dtype: _C.DType, op: _C.ReduceOp) -> bool:
-    try:
-        _test.check_reducible(dtype, op)
-    except RuntimeError:
-        return False
-    return True
-
-
+FLOATS = [name for name in CANONICAL if not name.startswith("complex")]
+INTEGERS = [name for name in TYPES if "int" in name]
+MEANINGLESS = [
+    *product(FLOATS, ("band", "bor", "bxor")),
+    *product(INTEGERS, ("premul_sum",)),
+    *product(("bool",), ("avg", "premul_sum")),
+    *product(("complex64", "complex128"), ("min", "max", "band", "bor", "bxor")),
+]
 REDUCIBLE = [
     (dtype, op)
-    for dtype in _C.DType.__members__.values()
-    for op in _C.ReduceOp.__members__.values()
-    if _reducible(dtype, op)
+    for dtype, op in product(_C.DType.__members__.values(), _C.ReduceOp.__members__.values())
+    if (dtype.name, op.name) not in MEANINGLESS
 ]
 
 
@@ -192,6 +191,8 @@ def check_everything(c, results, who=lambda rank: False, factors=()):
     for n, of in results.items():
         mine, wide = of.mine[me], of.wide[me]
         own = slice(me * n, (me + 1) * n)
+        after = (me + 1) % ranks  # whose part is no place of ours
+        other = slice(after * n, (after + 1) * n)
 
         x = place(mine)
         c.all_reduce(x, **how)
@@ -203,6 +204,9 @@ def check_everything(c, results, who=lambda rank: False, factors=()):
         assert np.array_equal(x, wide)
         c.reduce_scatter(x, x[own], **how)
         assert np.array_equal(x[own], of.wide_total[own])
+        x = place(wide)
+        c.reduce_scatter(x, x[other], **how)
+        assert np.array_equal(x[other], of.wide_total[own])
 
         x, out = place(mine), place(np.zeros_like(wide))
         c.all_gather(x, out)
@@ -210,6 +214,9 @@ def check_everything(c, results, who=lambda rank: False, factors=()):
         out[:] = 0
         out[own] = mine
         c.all_gather(out[own], out)
+        assert np.array_equal(out, of.joined)
+        out[other] = mine
+        c.all_gather(out[other], out)
         assert np.array_equal(out, of.joined)
 
         x, out = place(wide), place(np.zeros_like(wide))
@@ -228,6 +235,10 @@ def check_everything(c, results, who=lambda rank: False, factors=()):
         back = place(np.zeros_like(mine))
         c.scatter(out, back, root)
         assert np.array_equal(back, mine)
+        c.scatter(out, out[other], root)
+        assert np.array_equal(out[other], mine)
+        c.gather(out[other], out, root)
+        assert me != root or np.array_equal(out, of.joined)
 
         x, out = place(mine), place(np.zeros_like(mine))
         c.reduce(x, out if me == root else None, root, **how)

@@ -17,7 +17,7 @@ from pycomm.codecs.args import RandomKey
 from pycomm.codecs.implementations import Native
 from tests.codecs.cases import CASES, SPECS
 from tests.collectives.device import jobs as device
-from tests.collectives.ways import CANONICAL, WAYS, folded
+from tests.collectives.ways import CANONICAL, REDUCIBLE, WAYS, folded
 from tests.extent import each_value, part
 from tests.ranks import run
 
@@ -285,9 +285,7 @@ def nans(x: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def ops(dtype: str) -> list[str]:
-    if dtype.startswith("complex"):
-        return ["sum", "avg", "prod", "premul_sum"]
-    return ["sum", "avg", "prod", "min", "max", "premul_sum"]
+    return [op.name for kind, op in REDUCIBLE if kind.name == dtype]
 
 
 def check(x: np.ndarray, dtype: str, what: object) -> None:

@@ -101,26 +101,3 @@ def test_words_are_named_by_seed_step_tensor_and_group():
     seed, step, tensor, group = 0x0123456789ABCDEF, 7, 11, 0x500000003
     want = _test.philox([0x00000003, 0x5, tensor, step], [0x89ABCDEF, 0x01234567])
     assert _test.random_words(seed, step, tensor, group) == want
-
-
-def test_equals_triton(monkeypatch):
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    triton = pytest.importorskip("triton")
-    import torch
-    import triton.language as tl
-
-    @triton.jit
-    def kernel(out, seed, step, tensor, SIZE: tl.constexpr):
-        group = tl.arange(0, SIZE)
-        zero = tl.zeros_like(group)
-        a, b, c, d = tl.philox(seed, group, zero, zero + tensor, zero + step)
-        tl.store(out + group * 4, a)
-        tl.store(out + group * 4 + 1, b)
-        tl.store(out + group * 4 + 2, c)
-        tl.store(out + group * 4 + 3, d)
-
-    seed, step, tensor = 0x0123456789ABCDEF, 7, 11
-    out = torch.zeros(64, dtype=torch.uint32)
-    kernel[(1,)](out, seed, step, tensor, SIZE=16)
-    want = [word for group in range(16) for word in _test.random_words(seed, step, tensor, group)]
-    assert out.tolist() == want

@@ -11,23 +11,15 @@ import torch
 
 from pycomm import _C, _test
 from pycomm.errors import Error
+from tests.collectives.ways import INTEGERS, MEANINGLESS, REDUCIBLE
 from tests.extent import each_value
 
 TORCH = {name: getattr(torch, name.replace("e4m3", "e4m3fn")) for name in _C.DType.__members__}
 SMALL_FLOATS = ["float16", "bfloat16", "float8_e4m3", "float8_e5m2"]
-FLOATS = ["float32", "float64", *SMALL_FLOATS]
-INTEGERS = [name for name in TORCH if "int" in name]
 # torch computes little on these; their values fit the next signed type, their bits wrap alike.
 WIDER = {"uint16": torch.int32, "uint32": torch.int64}
-MEANINGLESS = (
-    [(d, op) for d in FLOATS for op in ("band", "bor", "bxor")]
-    + [(d, "premul_sum") for d in INTEGERS]
-    + [("bool", "avg"), ("bool", "premul_sum")]
-    + [(d, op) for d in ("complex64", "complex128") for op in ("min", "max", "band", "bor", "bxor")]
-)
 DTYPES, OPS = _C.DType.__members__, _C.ReduceOp.__members__
-CASES = [(dtype, op) for dtype in DTYPES for op in OPS]
-CASES = [case for case in CASES if case not in MEANINGLESS]
+CASES = [(dtype.name, op.name) for dtype, op in REDUCIBLE]
 SIZES = [1, 3, 1000, 1024, 1025, 5001]  # around the block of the implementation, and odd
 FACTOR = 0.3
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import math
 import resource
@@ -10,7 +9,6 @@ import signal
 import tempfile
 import threading
 import time
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -22,7 +20,15 @@ from tests.collectives.device import jobs as device
 from tests.collectives.ways import WAYS, calls
 from tests.extent import each_value
 from tests.faults.injection.rank import held, leaks
-from tests.ranks import attempt, in_child, on_processes, on_threads, run, run_processes
+from tests.ranks import (
+    attempt,
+    in_child,
+    on_processes,
+    on_threads,
+    run,
+    run_processes,
+    without_threads,
+)
 
 WAITS = {
     "all_reduce": lambda c: c.all_reduce(np.ones(10)),
@@ -191,22 +197,6 @@ def test_a_store_on_a_full_disk_says_so_and_leaves_nothing(tmp_path):
 # A process that is allowed no more threads.
 
 
-@contextmanager
-def without_threads():
-    """Let no thread start but Python's: its stack would be larger than the address space."""
-    libc, size = ctypes.CDLL(None), threading.stack_size(1 << 20)
-    before, attributes = (ctypes.create_string_buffer(64) for _ in range(2))
-    for each in (before, attributes):
-        assert libc.pthread_getattr_default_np(each) == 0
-    libc.pthread_attr_setstacksize(attributes, ctypes.c_size_t(1 << 47))
-    assert libc.pthread_setattr_default_np(attributes) == 0
-    try:
-        yield
-    finally:
-        assert libc.pthread_setattr_default_np(before) == 0
-        threading.stack_size(size)
-
-
 STARTS = {
     "rank 0 cannot": lambda c: c.recv(np.empty(1), 0),
     "tcp: rank . cannot": lambda c: run(2, lambda c: None, transport="tcp"),
@@ -363,24 +353,6 @@ def test_who_hears_of_another_s_limit_says_whose_it_is(transport, absent):
         assert str(error).rstrip().endswith(f": {absent}") or f", {absent}" in str(error)
         assert "60000" not in str(error)
     assert f"rank {impatient}" in str(errors[0])
-
-
-@everywhere
-@pytest.mark.parametrize(("seconds", "text"), [(0.2, "200 ms"), (0.0004, "1 ms")])
-def test_a_call_may_name_its_own_timeout(way, seconds, text):
-    over = threading.Barrier(2)
-
-    def job(c):
-        try:
-            if c.rank == 0:
-                c.barrier(timeout=seconds)
-        finally:
-            over.wait(10)
-
-    error, waits = attempt(2, job, **WAYS[way])
-    assert isinstance(error, Timeout)
-    assert f"the timeout of {text}" in str(error)
-    assert waits is None
 
 
 # ------------------------------------------------------------------------------------------ endless

@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +19,6 @@ import pytest
 from pycomm.communicator import Communicator, Store
 from pycomm.errors import Error, PeerLost, Timeout
 from tests.extent import each_pair, each_value
-from tests.faults.injection.player import Player
 from tests.ranks import attempt, good, in_processes, on_processes, run_processes
 from tests.soak.held import descriptors
 
@@ -186,41 +184,20 @@ def test_who_is_left_can_go_on_point_to_point(transport):
 # What an abort means to a rank that was stopped meanwhile: in a call, or in the abort itself.
 
 
-class Late:
-    """A rank that is stopped in a call, or that aborts."""
-
-    def __init__(self, folder, rank, say):
-        self.say = say
-        self.group = Communicator(Store.file(str(folder)), rank, 2, transport="shm", timeout=20)
-        self.group.barrier()
-
-    def call(self):
-        self.say("waits")
-        self.group.barrier()
-        with pytest.raises(Error) as caught:
-            self.group.barrier()
-        return str(caught.value)
-
-    def abort(self):
-        self.group.barrier()
-        self.group.abort("a step that failed")
-
-
-def test_an_abort_that_follows_a_call_takes_nothing_from_it(tmp_path):
-    late, other = range(2)
-    player = Player(partial(Late, tmp_path / "store"), tmp_path, 20)
-    try:
-        for rank in (late, other):
-            player.start(rank)
-        player.send("call", to=[late])
-        player.gather("waits", [late])
-        time.sleep(0.5)  # it is in its barrier, which lacks the other rank alone
-        player.kill(late, signal.SIGSTOP)
-        player.tell("abort", to=[other])
-        player.kill(late, signal.SIGCONT)
-        assert "a step that failed" in player.gather("call", [late])[late]
-    finally:
-        player.stop()
+@on_processes(2)
+def test_an_abort_that_follows_a_call_takes_nothing_from_it(c):
+    processes = np.zeros(2, np.int64)
+    c.all_gather(np.array([os.getpid()]), processes)
+    if c.rank == 0:
+        c.barrier()
+        with pytest.raises(Error, match="a step that failed"):
+            c.barrier()
+        return
+    time.sleep(0.5)  # the other rank is in its barrier, which lacks this one alone
+    os.kill(processes[0], signal.SIGSTOP)
+    c.barrier()
+    c.abort("a step that failed")
+    os.kill(processes[0], signal.SIGCONT)
 
 
 @on_processes(2)

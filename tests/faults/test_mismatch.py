@@ -253,7 +253,10 @@ def test_both_ends_of_a_receive_that_nobody_sends_to(way):
     def job(c):
         c.barrier()
         if c.rank == 0:
-            c.recv(ones(20), 1, tag=3).wait(0.3)
+            try:
+                c.recv(ones(20), 1, tag=3).wait(0.3)
+            finally:
+                assert c.trace()["records"][-1]["state"] == "failed"
         elif c.rank == 1:
             c.recv(ones(10), 0, tag=4).wait(10)
         else:

@@ -125,33 +125,17 @@ def test_netlab_moves_packets_with_delay():
     assert "1 ms one way, in user space" in done.stderr
 
 
-# Makes a group where the kernel lets it choose a congestion control, or refuses: a seccomp filter
-# fails setsockopt(TCP_CONGESTION), as a kernel does that forbids bbr.
+# Makes a group where the kernel lets it choose a congestion control, or refuses, as one that
+# forbids bbr. setsockopt is 54 on x86-64 and 208 on others.
 CONTROLLED = """
-import ctypes, platform, struct, sys
+import errno, platform, socket, sys
 import numpy as np
-from pycomm._C import Store
 from pycomm.communicator import Communicator
-
-def refuse():
-    # One instruction a line: code, jumps if true and if false, operand. Offsets are those of struct
-    # seccomp_data; setsockopt is 54 on x86-64 and 208 on others.
-    number = 54 if platform.machine() == "x86_64" else 208
-    program = [
-        (0x20, 0, 0, 0), (0x15, 0, 5, number),  # load the call
-        (0x20, 0, 0, 24), (0x15, 0, 3, 6),      # load its level: IPPROTO_TCP
-        (0x20, 0, 0, 32), (0x15, 0, 1, 13),     # load its option: TCP_CONGESTION
-        (0x06, 0, 0, 0x00050001),               # return EPERM
-        (0x06, 0, 0, 0x7FFF0000),               # allow
-    ]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
-    filter = struct.pack("HxxxxxxP", len(program), ctypes.addressof(code))
-    libc = ctypes.CDLL(None, use_errno=True)
-    assert libc.prctl(38, 1, 0, 0, 0) == 0
-    assert libc.prctl(22, 2, ctypes.c_char_p(filter), 0, 0) == 0, ctypes.get_errno()
+from tests.ranks import refuse
 
 if sys.argv[2] == "refuses":
-    refuse()
+    number = 54 if platform.machine() == "x86_64" else 208
+    refuse(number, errno.EPERM, {1: socket.IPPROTO_TCP, 2: socket.TCP_CONGESTION})
 group = Communicator.from_env(sys.argv[1], transport="tcp", timeout=30)
 x = np.ones(1000, np.float32)
 group.all_reduce(x)

@@ -14,6 +14,7 @@ import pytest
 
 import pycomm.errors
 from pycomm import _C, _test
+from tests.compiling import run_preloaded
 from tests.extent import each_value
 from tests.ranks import good, in_processes, on_threads
 from tests.transports.proxy import TICK, Proxy
@@ -50,11 +51,12 @@ def test_get_waits_for_the_key(store):
     setter.join()
 
 
-def test_timeout_names_the_key(store):
+@pytest.mark.parametrize(("seconds", "text"), [(0.05, "50 ms"), (0.0004, "1 ms")])
+def test_timeout_names_the_key(store, seconds, text):
     start = time.monotonic()
-    with pytest.raises(pycomm.errors.Timeout, match=r'"group/7/never".* 50 ms'):
-        store.get("group/7/never", 0.05)
-    assert 0.05 <= time.monotonic() - start < 5
+    with pytest.raises(pycomm.errors.Timeout, match=f'"group/7/never".* {text}'):
+        store.get("group/7/never", seconds)
+    assert seconds <= time.monotonic() - start < 5
 
 
 def test_readers_never_see_half_a_value(store):
@@ -155,6 +157,34 @@ def test_a_lent_store_is_found_beside_an_address_that_leads_elsewhere(kind, firs
         found = _C.Store.find(where, 0, 1, options, 20.0)
         assert found.get("key", 6.0) == b"value"
         late.join()
+
+
+# What socket() answers on a host without IPv6.
+WITHOUT_IPV6 = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <sys/socket.h>
+int socket(int family, int type, int protocol) {
+  int (*real)(int, int, int) = (int (*)(int, int, int))dlsym(RTLD_NEXT, "socket");
+  if (family == AF_INET6) errno = EAFNOSUPPORT;
+  return family == AF_INET6 ? -1 : real(family, type, protocol);
+}
+"""
+FIND = """
+import sys
+from pycomm import _C
+found = _C.Store.find(sys.argv[1], 0, 1, _C.CommunicatorOptions(), 20.0)
+print(found.get("key", 10.0).decode())
+"""
+
+
+def test_a_lent_store_is_found_beside_an_address_of_ipv6_on_a_host_without_it(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    endpoint = _C.StoreEndpoint(address, _C.CommunicatorOptions())
+    endpoint.lend(0).set("key", "value")
+    assert run_preloaded(FIND, WITHOUT_IPV6, tmp_path, f"[::1]:9,{address}") == "value\n"
 
 
 def interrupted(rank: int) -> bytes:

@@ -100,20 +100,20 @@ std::shared_ptr<Communicator> make_communicator(std::shared_ptr<Store> store, in
           }};
 }
 
-/// Returns a request that keeps its group, and that `data` outlives: the array, whose memory is in
-/// use until the transfer ends, also if nobody waits for it. (pybind11's keep_alive crashes where
-/// an argument has a wrong type.)
-template <typename Post>
-std::shared_ptr<Request> posted(std::shared_ptr<Communicator> group, const py::object& data,
-                                const Post& post) {
+/// Posts a send or receive. Returns a request that keeps its group, and that `array` outlives,
+/// whose memory is in use until the transfer ends, also if nobody waits for it. (pybind11's
+/// keep_alive crashes where an argument has a wrong type.)
+template <auto kPost>
+std::shared_ptr<Request> posted(std::shared_ptr<Communicator> group, uintptr_t data, size_t bytes,
+                                int peer, int tag, const py::object& array) {
   struct Both {
     std::shared_ptr<Communicator> group;
     std::shared_ptr<Request> request;  // destroyed first
   };
   Kept::release();
-  auto kept = data.is_none() ? nullptr : Kept::hold(data);
+  auto kept = array.is_none() ? nullptr : Kept::hold(array);
   const Release release;
-  auto request = post(*group);
+  auto request = ((*group).*kPost)(pointer(data), bytes, peer, tag);
   if (kept) request->keep(std::move(kept));
   const auto both = std::make_shared<Both>(Both{std::move(group), std::move(request)});
   return {both, both->request.get()};
@@ -294,24 +294,10 @@ void bind_communicator(py::module_& m) {
           py::arg("op"), py::arg("input"), py::arg("out"), py::arg("pieces"), py::kw_only(),
           py::arg("average") = true, py::arg("seed") = 0, py::arg("step") = 0,
           py::arg("dtype") = DType::float32, py::arg("timeout") = 0.0)
-      .def(
-          "send",
-          [](const std::shared_ptr<Self>& c, uintptr_t data, size_t bytes, int dst, int tag,
-             const py::object& keep) {
-            return posted(c, keep,
-                          [=](Self& on) { return on.send(pointer(data), bytes, dst, tag); });
-          },
-          py::arg("data"), py::arg("bytes"), py::arg("dst"), py::arg("tag") = 0,
-          py::arg("keep") = py::none())
-      .def(
-          "recv",
-          [](const std::shared_ptr<Self>& c, uintptr_t data, size_t bytes, int src, int tag,
-             const py::object& keep) {
-            return posted(c, keep,
-                          [=](Self& on) { return on.recv(pointer(data), bytes, src, tag); });
-          },
-          py::arg("data"), py::arg("bytes"), py::arg("src"), py::arg("tag") = 0,
-          py::arg("keep") = py::none())
+      .def("send", &posted<&Self::send>, py::arg("data"), py::arg("bytes"), py::arg("dst"),
+           py::arg("tag") = 0, py::arg("keep") = py::none())
+      .def("recv", &posted<&Self::recv>, py::arg("data"), py::arg("bytes"), py::arg("src"),
+           py::arg("tag") = 0, py::arg("keep") = py::none())
       .def(
           "abort", [](Self& c, const std::string& reason) { c.abort(reason); }, py::arg("reason"),
           py::call_guard<Release>());

@@ -68,8 +68,6 @@ std::vector<To> made_all(const std::vector<From>& from) {
   return all;
 }
 
-namespace passes {
-
 using RowsGiven = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t, uint16_t, uint16_t>;
 using StoredGiven = std::pair<Address, uint32_t>;
 using SidesGiven = std::tuple<Address, Address, uint32_t>;
@@ -102,15 +100,6 @@ void sent(const Moments& self, Address values, DType dtype,
             self.where(where));
 }
 
-void land(const Moments& self, Address values, DType dtype, double unit, bool divides,
-          uintptr_t where) {
-  self.land(values, dtype, unit, divides, self.where(where));
-}
-
-void collect(const Moments& self, Address sums, uintptr_t where) {
-  self.collect(sums, self.where(where));
-}
-
 void commit(const Moments& self, Address sums, const std::vector<CommitGiven>& how, uint32_t ranks,
             uintptr_t where) {
   self.commit(sums, made_all<moments::Commit>(how), ranks, self.where(where));
@@ -119,21 +108,6 @@ void commit(const Moments& self, Address sums, const std::vector<CommitGiven>& h
 void move(const Moments& self, const std::vector<StepGiven>& steps, DType dtype, uintptr_t where) {
   self.move(made_all<moments::Step>(steps), dtype, self.where(where));
 }
-
-void bind(py::module_& m) {
-  py::class_<Moments>(m, "Moments")
-      .def(py::init<bool>())
-      .def("add", &add)
-      .def_property_readonly("scratch_floats", &Moments::scratch_floats)
-      .def("code", &code, Works())
-      .def("sent", &sent, Works())
-      .def("land", &land, Works())
-      .def("collect", &collect, Works())
-      .def("commit", &commit, Works())
-      .def("move", &move, Works());
-}
-
-}  // namespace passes
 
 using TensorsGiven = std::vector<std::tuple<Address, Address, Address, Address, Address, size_t>>;
 
@@ -152,7 +126,25 @@ void bind_optimizers(py::module_& m) {
       .value("nothing", moments::kNothing)
       .value("step", moments::kStep)
       .value("scale", moments::kScale);
-  passes::bind(m);
+  py::class_<Moments>(m, "Moments")
+      .def(py::init<bool>())
+      .def("add", &add)
+      .def_property_readonly("scratch_floats", &Moments::scratch_floats)
+      .def("code", &code, Works())
+      .def("sent", &sent, Works())
+      .def(
+          "land",
+          [](const Moments& self, Address values, DType dtype, double unit, bool divides,
+             uintptr_t where) { self.land(values, dtype, unit, divides, self.where(where)); },
+          Works())
+      .def(
+          "collect",
+          [](const Moments& self, Address sums, uintptr_t where) {
+            self.collect(sums, self.where(where));
+          },
+          Works())
+      .def("commit", &commit, Works())
+      .def("move", &move, Works());
   m.def("adamw_step", &adamw_step, Works());
 }
 

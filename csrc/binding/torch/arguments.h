@@ -98,9 +98,6 @@ struct Arguments {
       fail(call, std::string(what) + " is " + std::to_string(peer) + ", but the group has ranks 0" +
                      (size > 1 ? " to " + std::to_string(size - 1) : ""));
   }
-  void check_tag(const Call& call, int tag) const {
-    if (tag < 0) fail(call, "the tag is " + std::to_string(tag) + ", but tags begin at 0");
-  }
 
   void same_dtype(const Call& call, const at::Tensor& t, const at::Tensor& like) const {
     check(call, t);

@@ -387,9 +387,12 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
   arguments_.same_dtype(call, input, output);
   const std::vector<size_t> send = arguments_.rows(call, input, input_splits, "input");
   const std::vector<size_t> recv = arguments_.rows(call, output, output_splits, "output");
-  own_part(call, Arguments::equal(send) && Arguments::equal(recv), send[rank_], recv[rank_]);
+  const bool even = Arguments::equal(send) && Arguments::equal(recv);
+  own_part(call, even, send[rank_], recv[rank_]);
   Staging staging(*this, call);
-  const at::Tensor from = staging.in(input), to = staging.out(output);
+  // In place, kernels would overwrite parts of other sizes that they have yet to read.
+  const bool apart = even || input.is_cpu() || !input.is_alias_of(output);
+  const at::Tensor from = staging.in(apart ? input : input.clone()), to = staging.out(output);
   return issue(call, {output}, staging, [=](auto& comm) {
     const Flat in(from), out(to);
     const DType dtype = Elements(from).dtype;
@@ -451,15 +454,6 @@ WorkPtr Backend::issue_each(const Call& call, const Tensors& outputs, const Tens
 
 namespace {
 
-/// Returns the number of entries, of sparse dimensions, and the sizes. All but the first must be
-/// equal.
-std::vector<int64_t> header_of(const at::Tensor& coalesced) {
-  std::vector<int64_t> header = {coalesced._nnz(), coalesced.sparse_dim()};
-  const auto sizes = coalesced.sizes();
-  header.insert(header.end(), sizes.begin(), sizes.end());
-  return header;
-}
-
 /// Gathers `mine` of all ranks, which differs between them in the length of dimension `dim` only.
 Tensors gather_uneven(Communicator& comm, const at::Tensor& mine, int64_t dim,
                       const std::vector<int64_t>& lengths, Milliseconds timeout) {
@@ -475,7 +469,8 @@ Tensors gather_uneven(Communicator& comm, const at::Tensor& mine, int64_t dim,
 
 void sparse_all_reduce(Communicator& comm, const at::Tensor& tensor, Milliseconds timeout) {
   const at::Tensor mine = tensor.coalesce();
-  const std::vector<int64_t> header = header_of(mine);
+  std::vector<int64_t> header = {mine._nnz(), mine.sparse_dim()};
+  header.insert(header.end(), mine.sizes().begin(), mine.sizes().end());
   std::vector<int64_t> headers(header.size() * comm.size());
   comm.run({Op::all_gather,
             DType::int64,
@@ -536,11 +531,6 @@ void check_values(const Arguments& arguments, const Call& call, const at::Tensor
                              ", and its residuals are elsewhere");
 }
 
-/// Returns a dtype that can represent both tensors.
-at::ScalarType common_type(const at::Tensor& a, const at::Tensor& b) {
-  return a.scalar_type() == b.scalar_type() ? a.scalar_type() : at::kFloat;
-}
-
 /// One call: from the tensors of `input` to those of `output`, the same in an all-reduce.
 struct CodedCall {
   Op op;
@@ -558,7 +548,8 @@ struct CodedCall {
     args.owner_residuals = layout->owner_residuals();
     args.seed = step.seed;
     args.step = step.step;
-    const at::ScalarType type = common_type(input, output);
+    const bool alike = input.scalar_type() == output.scalar_type();
+    const at::ScalarType type = alike ? input.scalar_type() : at::kFloat;
     const Flat to(output, type);
     const Flat from = op == Op::all_reduce ? to : Flat(input, type);
     args.data = {from.out(), from.numel(), *find_dtype(type)};
@@ -566,13 +557,6 @@ struct CodedCall {
     to.finish();
   }
 };
-
-/// Queues the operation on the current stream.
-void code_among_peers(const CodedCall& coded_call, PeerRoute& route, const at::Tensor& found_inf) {
-  coded_call.with_args([&](const CodedArgs& args, void* out) {
-    route.run_coded(coded_call.op, args, out, found_inf.mutable_data_ptr<float>());
-  });
-}
 
 }  // namespace
 
@@ -623,7 +607,9 @@ intrusive_ptr<Work> Backend::compressed(Op op, const at::Tensor& output, const a
     Tensors used = {output, input, found_inf};
     used.insert(used.end(), layout->residuals().begin(), layout->residuals().end());
     auto work = engine->submit(call, {output}, route, used, [&](PeerRoute& peers) {
-      code_among_peers(coded_call, peers, found_inf);
+      coded_call.with_args([&](const CodedArgs& args, void* out) {
+        peers.run_coded(op, args, out, found_inf.mutable_data_ptr<float>());
+      });
     });
     work->set_found_inf(found_inf);
     return work;
@@ -659,7 +645,7 @@ WorkPtr Backend::post(const char* title, OpType type, Tensors& tensors, int peer
       sends ? arguments_.only(call, tensors) : arguments_.only_written(call, tensors);
   if (type != OpType::RECVANYSOURCE)
     arguments_.check_peer(call, sends ? "the destination" : "the source", peer);
-  arguments_.check_tag(call, tag);
+  if (tag < 0) arguments_.fail(call, "the tag is " + std::to_string(tag) + ", but tags begin at 0");
   if (tensor.is_cpu()) return noted(engine()->post(call, tensor, peer, tag));
   Staging staging(*this, call, Staging::By::host);
   const at::Tensor host = sends ? staging.in(tensor) : staging.out(tensor);

@@ -3,7 +3,6 @@
 
 #include <cstring>
 #include <map>
-#include <system_error>
 
 #include "binding/torch/backend.h"
 #include "core/device.h"
@@ -98,7 +97,7 @@ void DeliveryGate::end(uint32_t number, FailedDelivery failed) {
   };
   try {
     late_.submit(later);
-  } catch (const std::system_error&) {  // there are no more threads: this one waits
+  } catch (const Error&) {  // there are no more threads: this one waits
     later();
   }
 }

@@ -229,11 +229,12 @@ Engine::RouteOrReason Engine::open_peers(c10::Device device, PeerRoute::Kind kin
         store_, comm_.rank(), comm_.size(), group_ + name + std::to_string(peers_.size()), device,
         kind, comm_.timeout(), Trace::make(std::move(owner)), [this] { interrupt_check(); },
         secret_);
+    if (!watch_) watch_.emplace([this] { look_for_lost_peers(); });
   } catch (const Error& error) {  // the host is one, but its ranks share no memory
     opened.why = error.what();
   }
-  if (exchange(opened.route ? "open" : "").empty()) return {nullptr, opened.why};
-  if (!watch_) watch_.emplace([this] { look_for_lost_peers(); });
+  const bool open = opened.route && watch_;
+  if (exchange(open ? "open" : "").empty()) return {nullptr, opened.why};
   return {opened.route, ""};
 }
 

@@ -107,13 +107,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   template <typename T>
   void dispose(T thing, c10::Device device) noexcept {
     try {
-      disposal_.submit([thing = std::move(thing), device] {
+      disposal_.submit([kept = new T(std::move(thing)), device] {
         try {
           stay_on(device);
         } catch (...) {  // the device has failed
         }
+        delete kept;
       });
-    } catch (...) {  // in a forked child, which has no such thread: it is destroyed by now
+    } catch (...) {  // in a forked child, or where no more threads start: it is left as it is
     }
   }
 

@@ -235,13 +235,6 @@ class FlatList {
   c10::SmallVector<Flat, 8> flats_;
 };
 
-/// Returns room for the values of all tensors.
-inline at::Tensor empty_for(const Tensors& tensors) {
-  int64_t numel = 0;
-  for (const at::Tensor& t : tensors) numel += t.numel();
-  return at::empty({numel}, tensors.at(0).options());
-}
-
 /// Calls visit(part, t) with the part of `packed` that has the values of t, in its shape.
 template <typename F>
 void for_each_part(const at::Tensor& packed, const Tensors& tensors, const F& visit) {
@@ -254,7 +247,9 @@ void for_each_part(const at::Tensor& packed, const Tensors& tensors, const F& vi
 
 /// Returns the values of all tensors, one after another.
 inline at::Tensor pack(const Tensors& tensors) {
-  const at::Tensor packed = empty_for(tensors);
+  int64_t numel = 0;
+  for (const at::Tensor& t : tensors) numel += t.numel();
+  const at::Tensor packed = at::empty({numel}, tensors.at(0).options());
   if (!packed.is_cpu()) {
     for_each_part(packed, tensors,
                   [](const at::Tensor& part, const at::Tensor& t) { part.copy_(t); });

@@ -34,9 +34,9 @@ class AllReduce {
                           : std::vector<int>{context.rank()}),
         rail_(context.among(members_)),
         tickets_(kSlots, std::vector<uint64_t>(members_.size())) {
-    // No later stage is larger than the first; in one of another size our chunk may be a line
-    // longer than in the first.
-    shard_bytes_ = shard(0).size() * element_;
+    // No later stage is larger than the first. In one of another size our shard, and our chunk of
+    // it, may be a line longer than in the first, which may end within a line.
+    shard_bytes_ = (shard(0).size() + schedule::line(element_)) * element_;
     chunk_bytes_ = (chunk(0, rail_.rank()).size() + schedule::line(element_)) * element_;
     slots_ = context.scratch(kSlots * slot_bytes());
   }

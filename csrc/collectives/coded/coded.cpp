@@ -177,14 +177,6 @@ bool flat(CollectiveContext& context, Algo wanted, const CodedArgs& args, const 
   return exchange(context, args, args.data.data, channels, plan, divisor);
 }
 
-/// Combines what each owner knows, so that all ranks have the same answer.
-bool all_agree(CollectiveContext& context, bool finite) {
-  uint8_t flag = finite;
-  dispatch::run({context, Algo::direct},
-                Collective::all_reduce(&flag, 1, {DType::uint8, ReduceOp::min}));
-  return flag != 0;
-}
-
 // An all-reduce node by node is exact in a node, and the rank at each place codes a shard of the
 // sum, in coded all-reduces between the nodes. A node has the role of a rank in the coding: its
 // residual lies on the rank that has coded the shard.
@@ -371,7 +363,11 @@ bool run(CollectiveContext& context, Op op, Algo wanted, const CodedArgs& args, 
   const Plan plan = reduce_scatter_plan(args.pieces, context.size(),
                                         coded_segment(context.segment_bytes(), context.speed()));
   Channels channels(context, plan);
-  return all_agree(context, exchange(context, args, out, channels, plan, context.size()));
+  uint8_t finite = exchange(context, args, out, channels, plan, context.size());
+  // Each owner knows it of its own row alone.
+  dispatch::run({context, Algo::direct},
+                Collective::all_reduce(&finite, 1, {DType::uint8, ReduceOp::min}));
+  return finite != 0;
 }
 
 }  // namespace pycomm::coded

@@ -15,12 +15,6 @@ constexpr double kGuess = 100e6 / 8;
 
 bool known(double rate) { return rate > 0; }
 
-std::vector<int> everyone(size_t ranks) {
-  std::vector<int> result(ranks);
-  std::iota(result.begin(), result.end(), 0);
-  return result;
-}
-
 /// Returns the least rate that is known; 0 if none is.
 double slowest_of(const std::vector<double>& rates) {
   double slowest = 0;
@@ -89,7 +83,9 @@ Links::Links(std::vector<LinkRate> rates) : rates_(std::move(rates)) {
     slower_.push_back(both ? std::min(rate.send, rate.receive) : std::max(rate.send, rate.receive));
   }
   if (std::none_of(slower_.begin(), slower_.end(), known)) slower_.clear();
-  all_ = shares_of(slower_, everyone(slower_.size()));
+  std::vector<int> everyone(slower_.size());
+  std::iota(everyone.begin(), everyone.end(), 0);
+  all_ = shares_of(slower_, everyone);
   const double slowest = slowest_of(slower_);
   if (slowest == 0) return;
   speed_.byte = 1 / slowest;

@@ -56,7 +56,10 @@ class DeviceGroup::Coded final : public coded::Exchange {
     }
     const size_t all = std::max<size_t>(1, coded::row_numel(args.pieces));
     for (size_t owned = all, shown = all;;) {
-      Plan plan = in_segments(group, op, args, owned, shown);
+      Plan plan = op == Op::all_reduce
+                      ? coded::all_reduce_plan(args.pieces, coded::values_of(args.pieces),
+                                               group.size(), /*one_shot=*/false, owned, shown)
+                      : coded::reduce_scatter_plan(args.pieces, group.size(), owned);
       const size_t results = plan.owned.most_bytes(),
                    most = std::max(results, plan.shown.most_bytes());
       if (most <= group.place_bytes()) return plan;
@@ -88,14 +91,6 @@ class DeviceGroup::Coded final : public coded::Exchange {
   }
 
  private:
-  static Plan in_segments(const DeviceGroup& group, Op op, const CodedArgs& args, size_t owned,
-                          size_t shown) {
-    if (op == Op::all_reduce) {
-      return coded::all_reduce_plan(args.pieces, coded::values_of(args.pieces), group.size(),
-                                    /*one_shot=*/false, owned, shown);
-    }
-    return coded::reduce_scatter_plan(args.pieces, group.size(), owned);
-  }
   /// Returns the place of what a rank has encoded: a contribution, for this owner.
   uint8_t* place(Shot shot, int from, int owner) const {
     const int index = shot == Shot::contribution ? owner : size() + (shot == Shot::shown);

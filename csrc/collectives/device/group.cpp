@@ -91,9 +91,8 @@ DeviceGroup::DeviceGroup(const Rendezvous& rendezvous, int index, DeviceGroupOpt
       size_(rendezvous.size),
       index_(index),
       options_(std::move(options)),
-      workspace_(
-          rendezvous, index,
-          {options_.memory, options_.staging_bytes + options_.coded_bytes, options_.first_barrier}),
+      workspace_(rendezvous, index,
+                 {options_.memory, options_.staging_bytes + options_.coded_bytes}),
       slots_(choose_blocks(rendezvous)),
       slot_bytes_(options_.staging_bytes / 2 / static_cast<size_t>(slots_) / 64 * 64),
       timeout_(options_.timeout.count()) {
@@ -127,14 +126,7 @@ int DeviceGroup::choose_blocks(const Rendezvous& rendezvous) {
   }
   for (const std::string& theirs : all_gather_values(
            rendezvous, "device/blocks", all_ranks(rendezvous), std::to_string(blocks))) {
-    char* end = nullptr;
-    const long number = std::strtol(theirs.c_str(), &end, 10);
-    if (theirs.empty() || *end != '\0' || number < 1) {
-      throw Error("device: rank " + std::to_string(rendezvous.rank) + ": a rank says \"" +
-                  theirs.substr(0, 40) +
-                  "\" instead of its number of blocks; install the same pycomm on all ranks");
-    }
-    blocks = static_cast<int>(std::min<long>(blocks, number));
+    blocks = std::min(blocks, std::max(1, std::atoi(theirs.c_str())));
   }
   if (share_) share_->shrink(blocks);
   return std::clamp(blocks, 1, device::kMaxBlocks);

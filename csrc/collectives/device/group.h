@@ -71,8 +71,6 @@ struct DeviceGroupOptions {
   /// Thread blocks of a collective; 0: chosen so that those of all ranks on a GPU run at once,
   /// since they wait for each other.
   int blocks = 0;
-  /// Start of the barrier count, for tests, so that it soon passes 2^32.
-  uint32_t first_barrier = 0;
   /// Called regularly while a rank waits for the rendezvous; an exception from it ends the
   /// rendezvous: a signal, or the failure of the group that this one is for.
   std::function<void()> interrupt_check = [] {};

@@ -41,12 +41,7 @@ std::string numbers(const std::vector<int>& list) {
   return text;
 }
 
-// What a rank runs: with it the text begins that must be equal on all ranks.
-std::string build_text() {
-  return "pycomm=" PYCOMM_VERSION " wire=" + std::to_string(tcp::kWireVersion);
-}
-
-// Returns "0.1.0 (wire 8)" of a text that begins as build_text(); else what it begins with.
+// Returns "0.1.0 (wire 8)" of a compatibility_text(); else what it begins with.
 std::string build_of(const std::string& text) {
   const std::string build = text.substr(0, text.find(" size="));
   const std::string before = "pycomm=", between = " wire=";
@@ -58,7 +53,8 @@ std::string build_of(const std::string& text) {
 
 // Returns everything that must be equal on all ranks before a byte can travel.
 std::string compatibility_text(const Rendezvous& rendezvous, const CommunicatorOptions& options) {
-  std::string text = build_text() + " size=" + std::to_string(rendezvous.size) +
+  std::string text = "pycomm=" PYCOMM_VERSION " wire=" + std::to_string(tcp::kWireVersion) +
+                     " size=" + std::to_string(rendezvous.size) +
                      " transport=" + options.transport + " algo=" + options.algo +
                      " segment_bytes=" + std::to_string(options.segment_bytes);
   if (options.transport != "shm") {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <map>
 #include <new>
+#include <utility>
 #include <vector>
 
 #include "collectives/group/channel_mesh.h"
@@ -55,11 +56,8 @@ enum class Role {
   waits,
   plain,
 };
-struct Verb {
-  const char* one;
-  const char* many;
-};
-constexpr Verb kVerbs[] = {
+// Their verbs: of one rank, and of several.
+constexpr std::pair<const char*, const char*> kVerbs[] = {
     {" died", " died"},
     {" has left", " have left"},
     {" is stopped", " are stopped"},
@@ -166,9 +164,9 @@ std::string table(const Report& report) {
   size_t more = 0;
   for (size_t i = 0; i < lines.size(); i++) {
     const auto& [role, state, ranks] = lines[i];
-    const Verb& verb = kVerbs[static_cast<int>(role)];
+    const auto& [one, many] = kVerbs[static_cast<int>(role)];
     const std::string line =
-        "\n  " + rank_list(ranks) + (ranks.size() == 1 ? verb.one : verb.many) + ": " + state;
+        "\n  " + rank_list(ranks) + (ranks.size() == 1 ? one : many) + ": " + state;
     if (more > 0 || i >= kMaxLines || text.size() + line.size() > kMaxBytes) {
       more += ranks.size();
     } else {
@@ -186,14 +184,6 @@ std::string doing(const RankState& rank_state) {
   if (rank_state.completed == 0) return "";
   return std::string(" after ") + name(rank_state.completed_op) + " #" +
          std::to_string(rank_state.completed);
-}
-
-/// Adds what to do about a mismatch of two calls, if that is known.
-std::string with_advice(std::string text) {
-  if (text.find(kPathsLabel) == std::string::npos) return text;
-  return text +=
-         "; this is the first collective whose tensor is on an accelerator, and the other rank's "
-         "may be on the CPU: pass tensors of one kind of device on all ranks";
 }
 
 /// Returns `error` with the state of every rank in its text, if it is an error that ends a group
@@ -215,7 +205,12 @@ std::exception_ptr with_rank_states(const std::exception_ptr& error, ChannelMesh
   Report report;
   report.rank = mesh.rank();
   report.mismatch = notice.kind == Notice::Kind::mismatch;
-  if (report.mismatch) notice.text = with_advice(notice.text) + advice();
+  if (report.mismatch && notice.text.find(kPathsLabel) != std::string::npos) {
+    notice.text +=
+        "; this is the first collective whose tensor is on an accelerator, and the other rank's "
+        "may be on the CPU: pass tensors of one kind of device on all ranks";
+  }
+  if (report.mismatch) notice.text += advice();
   if (notice.kind == Notice::Kind::timeout) report.waited_for = notice.ranks;
   report.ranks = mesh.survey(lane, report.mismatch && own.inside() ? own.call.seq : 0);
   notice.text += table(report);

@@ -10,6 +10,7 @@
 #include <new>
 
 #include "core/device.h"
+#include "core/sha256.h"
 #include "transports/shared_file.h"
 #include "transports/shm/region.h"
 
@@ -24,6 +25,8 @@ constexpr char kReady[] = "device/ready";  // topic of each rank's outcome
 /// The unit in which CUDA allocates; memory of this size is not shared with another allocation,
 /// whose bytes an exported handle would expose too.
 constexpr size_t kWhole = size_t{2} << 20;
+/// The number of the first barrier: counts pass 2^32 in every group, and not after hours only.
+constexpr uint32_t kFirstBarrier = uint32_t{0} - 20;
 
 std::shared_ptr<void> map(const Fd& file, size_t bytes) {
   struct stat info = {};
@@ -52,10 +55,10 @@ std::shared_ptr<void> share_memory(const Rendezvous& rendezvous, size_t bytes) {
   return base;
 }
 
-void check(const Rendezvous& rendezvous, int index, const PeerWorkspace::Options& options) {
-  if (rendezvous.size > device::kMaxPeers) {
-    throw Error("device: the group has " + std::to_string(rendezvous.size) +
-                " ranks, but at most " + std::to_string(device::kMaxPeers) +
+void check(int ranks, int index, const PeerWorkspace::Options& options) {
+  if (ranks > device::kMaxPeers) {
+    throw Error("device: the group has " + std::to_string(ranks) + " ranks, but at most " +
+                std::to_string(device::kMaxPeers) +
                 " can share device memory; make smaller groups");
   }
   if (options.memory != "auto" && options.memory != "device" && options.memory != "host") {
@@ -64,15 +67,6 @@ void check(const Rendezvous& rendezvous, int index, const PeerWorkspace::Options
   }
   if (index < 0 && options.memory == "device") {
     throw Error("device: ranks of the CPU have no memory of a GPU to share; use memory=\"host\"");
-  }
-  const std::vector<std::string> hosts =
-      all_gather_values(rendezvous, "device/host", all_ranks(rendezvous),
-                        host_id() + "/" + std::to_string(::geteuid()));
-  for (size_t r = 0; r < hosts.size(); r++) {
-    if (hosts[r] != hosts[0]) {
-      throw Error("device: rank " + std::to_string(r) +
-                  " is not on the host of rank 0; a device group needs all ranks on one host");
-    }
   }
 }
 
@@ -90,24 +84,20 @@ std::string agree(const Rendezvous& rendezvous, const std::string& topic, const 
 
 /// The value that a rank publishes about itself.
 struct PeerWorkspace::RankInfo {
+  Digest host;          ///< of its host and user
   uint64_t process[2];  ///< names the process on its host
   uint64_t bytes;
   uint64_t shown;  ///< address of its data in memory of its GPU, or 0
   int32_t index;   ///< its GPU, in its process
-  uint32_t first_barrier;
   char gpu[16];
   char memory[4];
   uint32_t exported;
   char ipc_handle[64];  ///< IPC handle for other processes
-
-  bool same_process(const RankInfo& other) const {
-    return std::memcmp(process, other.process, sizeof process) == 0;
-  }
 };
 
 PeerWorkspace::PeerWorkspace(const Rendezvous& rendezvous, int index, const Options& options)
     : bytes_(round_up(options.bytes, page_size())) {
-  check(rendezvous, index, options);
+  check(rendezvous.size, index, options);
   const RankInfo ours = own_info(index, options);
   const std::vector<RankInfo> infos = exchange_info(rendezvous, ours);
   for (const RankInfo& one : infos) {
@@ -137,7 +127,7 @@ PeerWorkspace::PeerWorkspace(const Rendezvous& rendezvous, int index, const Opti
               } else {
                 control_ = device::map_host(&control(rendezvous.rank), sizeof(ControlPage));
               }
-              start_counting(options.first_barrier, index);
+              start_counting(index);
             }));
   if (!problem.empty()) throw Error("device: " + problem);
 }
@@ -146,11 +136,11 @@ PeerWorkspace::RankInfo PeerWorkspace::own_info(int index, const Options& option
   RankInfo ours{};
   struct stat space = {};
   ::stat("/proc/self/ns/pid", &space);
+  ours.host = sha256(host_id() + "/" + std::to_string(::geteuid()));
   ours.process[0] = static_cast<uint64_t>(::getpid());
   ours.process[1] = space.st_ino;
   ours.bytes = bytes_;
   ours.index = index;
-  ours.first_barrier = options.first_barrier;
   options.memory.copy(ours.memory, sizeof ours.memory);  // the first letters are enough
   if (index < 0) return ours;
   device::properties(index).uuid.copy(ours.gpu, sizeof ours.gpu);
@@ -175,7 +165,11 @@ std::vector<PeerWorkspace::RankInfo> PeerWorkspace::exchange_info(const Rendezvo
       throw Error(who + " runs another version of pycomm; install the same on all ranks");
     RankInfo info;
     std::memcpy(&info, theirs.data(), sizeof info);
-    if (info.bytes != ours.bytes || info.first_barrier != ours.first_barrier ||
+    if (info.host != ours.host) {
+      throw Error(who + " is not on the host of rank " + std::to_string(rendezvous.rank) +
+                  "; a device group needs all ranks on one host");
+    }
+    if (info.bytes != ours.bytes ||
         std::memcmp(info.memory, ours.memory, sizeof ours.memory) != 0 ||
         (info.index < 0) != (ours.index < 0)) {
       throw WireMismatch(who + " has other options than rank " + std::to_string(rendezvous.rank) +
@@ -208,7 +202,7 @@ std::string PeerWorkspace::try_devices(const std::vector<RankInfo>& infos, int i
       if (info.shown == 0)
         throw Error("rank " + std::to_string(r) + " shares no memory of its GPU");
       auto* shown = reinterpret_cast<uint8_t*>(info.shown);
-      if (info.same_process(ours)) {
+      if (std::memcmp(info.process, ours.process, sizeof ours.process) == 0) {
         if (!device::reaches(index, info.index)) {
           throw Error("there is no peer access to the GPU of rank " + std::to_string(r));
         }
@@ -239,11 +233,11 @@ void PeerWorkspace::use_host(int index) {
   control_ = {mapped_, base + pointers_.rank * region()};
 }
 
-void PeerWorkspace::start_counting(uint32_t first, int index) {
+void PeerWorkspace::start_counting(int index) {
   const auto flags = std::make_unique<Flags>();
-  for (auto& block : flags->arrived) std::fill(std::begin(block), std::end(block), first);
+  for (auto& block : flags->arrived) std::fill(std::begin(block), std::end(block), kFirstBarrier);
   Progress progress{};
-  std::fill(std::begin(progress.barriers), std::end(progress.barriers), first);
+  std::fill(std::begin(progress.barriers), std::end(progress.barriers), kFirstBarrier);
 
   if (index >= 0) {
     progress_ = device::allocate(index, sizeof progress);

@@ -21,7 +21,6 @@ class PeerWorkspace {
   struct Options {
     std::string memory = "auto";  ///< "device", "host" or "auto"
     size_t bytes = 0;             ///< the size of each rank's data
-    uint32_t first_barrier = 0;   ///< the number of the first barrier
   };
 
   /// `index` is our GPU, or -1 for the CPU. Throws Timeout that names the missing ranks, Error if
@@ -45,7 +44,7 @@ class PeerWorkspace {
   static std::vector<RankInfo> exchange_info(const Rendezvous& rendezvous, const RankInfo& ours);
   std::string try_devices(const std::vector<RankInfo>& infos, int index);
   void use_host(int index);
-  void start_counting(uint32_t first, int index);
+  void start_counting(int index);
   size_t region() const;
 
   size_t bytes_;

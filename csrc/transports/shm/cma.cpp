@@ -72,16 +72,6 @@ Given& given() {
   return *given;
 }
 
-/// Returns the process, its parent and so on, without the first process.
-std::vector<pid_t> line_of(pid_t process) {
-  std::vector<pid_t> line;
-  while (process > 1 && std::find(line.begin(), line.end(), process) == line.end()) {
-    line.push_back(process);
-    process = parent_of(process);
-  }
-  return line;
-}
-
 }  // namespace
 
 bool wanted() {
@@ -92,8 +82,12 @@ bool wanted() {
 
 pid_t common_ancestor(const std::vector<pid_t>& processes) {
   if (processes.empty()) return 0;
-  std::vector<std::vector<pid_t>> lines;
-  for (const pid_t process : processes) lines.push_back(line_of(process));
+  std::vector<std::vector<pid_t>> lines;  // each process, its parent and so on, but the first one
+  for (pid_t one : processes) {
+    std::vector<pid_t>& line = lines.emplace_back();
+    for (; one > 1 && std::find(line.begin(), line.end(), one) == line.end(); one = parent_of(one))
+      line.push_back(one);
+  }
   for (const pid_t candidate : lines.front()) {
     const bool all = std::all_of(lines.begin(), lines.end(), [&](const std::vector<pid_t>& line) {
       return std::find(line.begin(), line.end(), candidate) != line.end();

@@ -246,21 +246,11 @@ class Thread:
         target, *sources = operands
         low, by, high = (self.word(state, each) for each in sources)
         upper = "HI" in modifiers
-        if "R" in modifiers and upper:
-            low = 0  # what leaves the upper word is not seen
         if None in (low, by, high) or {"S32", "S64"} & set(modifiers):
             return [(target, None)]
         both, count = low | high << 32, by & (31 if "W" in modifiers else 63)
         both = both << count if "L" in modifiers else both >> count
         return [(target, both >> 32 * upper & FULL)]
-
-    def _prmt(self, state: State, modifiers: list[str], operands: list[str]) -> Written:
-        target, *sources = operands
-        low, pick, high = (self.word(state, each) for each in sources)
-        if modifiers or None in (low, pick, high) or pick & 0x8888:
-            return [(target, None)]
-        data = (low | high << 32).to_bytes(8, "little")
-        return [(target, int.from_bytes((data[pick >> 4 * n & 7] for n in range(4)), "little"))]
 
 
 def decided(

@@ -56,9 +56,6 @@ OTHERS = {"moments": 18, "feedback": 4, **({"convert": 9} if FULL else {})}
 every_arch = pytest.mark.parametrize("arch", ARCHS)
 # Codecs of blocks with a scale.
 SCALED = [name for name in SOURCES if name != "lossless"]
-TILED = [
-    name for name in SCALED if name in BY_NVCC and name != "topk"
-]  # their warps have a tile of rows each
 every_source = pytest.mark.parametrize("name", BY_NVCC)
 
 
@@ -186,43 +183,26 @@ def test_cuda_kernels_spill_no_register(nvcc, name):
     assert set(found) == {("0", "0", "0")}
 
 
+# Of kernels by their names, the least numbers of loads and of stores. With whole rows, a kernel
+# that adds or keeps a residual loads and stores 4 rows or more; so do topk's that scan values.
+SCANS = "(keep|refill|second|third|count|choose|encode_chunks)"
+ACCESSES = {
+    "topk": [(SCANS, 4, 0), (f"{SCANS}.*true>$|first", 8, 0), ("fill|choose.*true>$", 0, 4)],
+    "lossless": [
+        *(("head_kernel", 4, 0), ("head_kernel.*true>$", 8, 4)),
+        *(("decode_kernel", 0, 4), ("decode_kernel.*true>$", 4, 4)),
+    ],
+}
+TILED = [("encode", 4, 0), ("encode.*true>$", 8, 4), ("decode", 0, 4)]
+
+
 @every_arch
-@pytest.mark.parametrize("name", TILED)
+@every_source
 def test_cuda_kernels_move_16_bytes_at_a_time(nvcc, name, arch):
-    """With whole rows, a kernel that adds or keeps a residual loads and stores 4 rows or more."""
     for kernel, (loads, stores) in wide_accesses(nvcc(name), name, arch).items():
-        if "encode" in kernel:
-            assert loads >= 4, kernel
-        if "encode" in kernel and kernel.endswith("true>"):  # with feedback
-            assert loads >= 8, kernel
-            assert stores >= 4, kernel
-        if "decode" in kernel:
-            assert stores >= 4, kernel
-
-
-@pytest.mark.skipif("topk" not in BY_NVCC, reason="make soak compiles topk")
-@every_arch
-def test_topk_moves_16_bytes_at_a_time(nvcc, arch):
-    """Kernels that scan the values load 4 rows at once, as do those of the residual."""
-    for kernel, (loads, stores) in wide_accesses(nvcc("topk"), "topk", arch).items():
-        feedback = kernel.endswith("true>")
-        if re.search("keep|refill|first|second|third|count|choose|encode_chunks", kernel):
-            assert loads >= (8 if feedback or "first" in kernel else 4), kernel
-        if "fill" in kernel or ("choose" in kernel and feedback):
-            assert stores >= 4, kernel
-
-
-@every_arch
-@pytest.mark.skipif("lossless" not in BY_NVCC, reason="make soak compiles lossless")
-def test_lossless_moves_16_bytes_at_a_time(nvcc, arch):
-    for kernel, (loads, stores) in wide_accesses(nvcc("lossless"), "lossless", arch).items():
-        flag = kernel.endswith("true>")  # with feedback, or accumulating
-        if "head_kernel" in kernel:
-            assert loads >= (8 if flag else 4), kernel
-            assert stores >= (4 if flag else 0), kernel
-        if "decode_kernel" in kernel:
-            assert loads >= (4 if flag else 0), kernel
-            assert stores >= 4, kernel
+        for pattern, least_loads, least_stores in ACCESSES.get(name, TILED):
+            if re.search(pattern, kernel):
+                assert (loads >= least_loads, stores >= least_stores) == (True, True), kernel
 
 
 def wide_accesses(folder: Path, name: str, arch: int) -> dict[str, tuple[int, int]]:

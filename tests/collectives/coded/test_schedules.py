@@ -160,14 +160,6 @@ def test_pieces_of_one_bucket_have_codecs_of_their_own(average):
         check(run(ranks, job, **shots("one_shot")), codecs, average, feedback=False)
 
 
-def test_one_shot_between_processes():
-    codecs = dict.fromkeys(TENSORS, "int4:block=64,rounding=stochastic")
-    job = reduce_once(list(TENSORS), codecs, feedback=False)
-    for ranks in (2, 3):
-        outcomes = run_processes(ranks, job, transport="tcp", algo="one_shot")
-        check(outcomes, codecs, feedback=False)
-
-
 @pytest.mark.parametrize("spec", SENT_TO_ALL)
 def test_what_all_ranks_get_anyway_is_no_reason(spec):
     """A bucket with such a piece goes as before, whatever is asked for."""
@@ -193,14 +185,6 @@ def test_ranks_that_differ_in_it_get_an_error():
     for algo in ("one_shot", "two_shot"):
         for outcome in attempt(2, job, **shots(algo)):
             assert isinstance(outcome, WireMismatch), outcome
-
-
-def test_between_nodes_the_shards_go_so():
-    """The sum of a node is coded as that of a rank, whatever the nodes' ranks do with it."""
-    job = sums(dict.fromkeys(TENSORS, "int8"), True, "float32")
-    outcomes = run(4, job, **options("2+2"))
-    assert [algo for *_, algo in outcomes] == ["hierarchical"] * 4
-    assert len({each[1] for each in outcomes}) == 1
 
 
 # ------------------------------------------------------------------ the choice

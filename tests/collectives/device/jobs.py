@@ -143,11 +143,6 @@ def run_processes(size: int, job: Job, *, cuda: bool = False, **options: Any) ->
 DType, ReduceOp = _C.DType, _C.ReduceOp
 ALGOS = ["one_shot", "two_shot"]
 SIZES = [0, 1, 3, 17, 1000, 4099, 30011]
-OPS = ["sum", "avg", "premul_sum", "prod", "min", "max", "band", "bor", "bxor"]
-
-
-def has_meaning(dtype: str, op: str) -> bool:
-    return (getattr(DType, dtype), getattr(ReduceOp, op)) in REDUCIBLE
 
 
 def own_factor(rank: int) -> float:
@@ -167,7 +162,7 @@ def reduce_all_types(c: Rank) -> int:
     numel, done = 391, 0
     for dtype in TYPES:
         inputs = [contribution(r, numel, dtype) for r in range(c.size)]
-        for op in filter(lambda op: has_meaning(dtype, op), OPS):
+        for op in (op.name for kind, op in REDUCIBLE if kind.name == dtype):
             want = folded(inputs, dtype, op)
             for algo in ALGOS:
                 x = c.put(inputs[c.rank])

@@ -47,10 +47,6 @@ def test_operations_close_behind_each_other(ranks):
     run(ranks, jobs.mixture)
 
 
-def test_the_count_of_barriers_passes_its_end():
-    run(3, jobs.mixture, first_barrier=2**32 - 20)
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_between_processes(ranks):
     run_processes(ranks, jobs.mixture)

@@ -46,10 +46,6 @@ def test_operations_close_behind_each_other(ranks, memory):
     run(ranks, jobs.mixture, cuda=True, memory=memory)
 
 
-def test_the_count_of_barriers_passes_its_end():
-    run(3, jobs.mixture, cuda=True, first_barrier=2**32 - 20)
-
-
 @every_memory
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_between_processes(ranks, memory):
@@ -109,12 +105,12 @@ def test_an_absent_rank_is_named_within_the_limit(memory):
         c.group.set_timeout(0.5)
         if c.rank == 1:
             time.sleep(2)
-            with pytest.raises(pycomm.Timeout, match=r"for rank\(s\) 1"):
+            with pytest.raises(pycomm.Timeout, match=r"for rank 1"):
                 c.group.check()
             return
         x = c.put(integers(c.rank, 1000))
         c.all_reduce(x)
-        with pytest.raises(pycomm.Timeout, match=r"all_reduce #1 .* waited 500 ms for rank\(s\) 1"):
+        with pytest.raises(pycomm.Timeout, match=r"all_reduce #1 .* waited 500 ms for rank 1"):
             x.get()
 
     run(3, job, cuda=True, memory=memory)

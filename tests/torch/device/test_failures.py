@@ -29,6 +29,7 @@ from pycomm.policy.exchange import gather
 from pycomm.reduction import payloads, two_shot
 from pycomm.reduction.nodes import Nodes
 from pycomm.reduction.paths import chosen
+from tests.ranks import without_threads
 from tests.torch.device import fake_device
 from tests.torch.device.fake_device import GROUP
 from tests.torch.device.fake_device import NAME as FAKE
@@ -186,6 +187,17 @@ def test_an_operation_whose_stream_is_late_leaves_no_result(rank, ranks, way):
     if rank == 1:  # the other one gets this error, or times out at the same moment
         with pytest.raises(Timeout, match="rank 1 did not reach its all_reduce: the work that was"):
             works[0].wait()
+
+
+@on_fakes("held")
+def test_an_operation_whose_stream_is_late_ends_without_threads(rank, ranks):
+    group = dist.new_group(backend=GROUP, timeout=timedelta(seconds=LIMIT))
+    OPERATIONS["all_reduce"](group)[0].wait()
+    if rank == 1:
+        torch.ops.fakegpu.busy(LATE)
+    with without_threads():
+        work, x = OPERATIONS["all_reduce"](group)
+        check_failed("all_reduce", work, x, "held")
 
 
 @on_fakes()

@@ -580,6 +580,18 @@ def test_gradients_have_the_same_bits_as_on_the_cpu(fakes, way, check):
     same_as_cpu(fakes, way, check)
 
 
+@on_fakes("peers", ranks=3)
+def test_an_all_to_all_in_place_of_unequal_parts(rank, ranks):
+    """Parts take several rounds; where one comes from, another one arrives."""
+    sizes = [0, 5 << 20, 1 << 20]  # to a rank itself, to the next one, to the one before
+    send, recv = ([sizes[way * (r - rank) % ranks] for r in range(ranks)] for way in (1, -1))
+    given = torch.arange(sum(send), dtype=torch.int32) * ranks + rank
+    x, want = given.to(FAKE), torch.empty_like(given)
+    dist.all_to_all_single(want, given, recv, send)
+    dist.all_to_all_single(x, x, recv, send)
+    assert torch.equal(x.cpu(), want)
+
+
 @on_fakes("peers")
 def test_operations_among_peers_are_in_the_trace(rank, ranks):
     x = slow(rank, FAKE, 200)

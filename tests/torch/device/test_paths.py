@@ -6,6 +6,7 @@ tells. Results are compared with those of the CPU, with `==`.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from pycomm.doctor import gpu as doctor
 from pycomm.feedback import Feedback, Residuals
 from pycomm.feedback.rule import LARGE
 from pycomm.reduction import paths, two_shot
+from tests.ranks import without_threads
 from tests.torch.device.fake_device import GROUP, launched, on_fakes, run, same_as_cpu
 from tests.torch.device.fake_device import NAME as FAKE
 from tests.torch.device.test_operations import check_bits, generator
@@ -280,6 +282,20 @@ def test_a_group_of_one_rank_has_no_peers(rank, ranks):
     chosen = paths.choose(bucket_of("int8", [64], device=FAKE), dist.group.WORLD, x)
     assert chosen.path is paths.PAYLOADS
     assert chosen.why.startswith("peers: the group has one rank; kernels: ")
+
+
+@on_fakes("peers")
+def test_a_rank_without_threads_keeps_all_ranks_from_peers(rank, ranks):
+    """It could not watch whether the others live, and each of them must choose the same path."""
+    group = dist.new_group(backend=GROUP)
+    dist.all_reduce(torch.ones(1), group=group)
+    native: Any = backend.find(group, torch.device(FAKE))
+    with without_threads() if rank == 1 else contextlib.nullcontext():
+        why = native.why_no_peers(torch.device(FAKE))
+    assert ("cannot start a thread" if rank == 1 else "another rank's device") in why
+    x = torch.ones(10, device=FAKE)
+    dist.all_reduce(x, group=group)
+    assert x.cpu().eq(2).all()
 
 
 # ------------------------------------------------------------------ by nodes

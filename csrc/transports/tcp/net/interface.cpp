@@ -27,16 +27,12 @@ bool is_inner(const Interface& interface) {
   return false;
 }
 
-std::string list_of(const std::vector<Interface>& interfaces) {
-  std::string text;
-  for (const Interface& interface : interfaces) {
-    text += (text.empty() ? "" : ", ") + interface.name + " (" + interface.address.ip() + ")";
-  }
-  return text.empty() ? "none" : text;
-}
-
 [[noreturn]] void throw_none(const std::string& why, const std::vector<Interface>& interfaces) {
-  throw Error("tcp: " + why + "; interfaces that are up: " + list_of(interfaces) +
+  std::string list;
+  for (const Interface& interface : interfaces) {
+    list += (list.empty() ? "" : ", ") + interface.name + " (" + interface.address.ip() + ")";
+  }
+  throw Error("tcp: " + why + "; interfaces that are up: " + (list.empty() ? "none" : list) +
               "; set PYCOMM_INTERFACE to one that the other ranks can reach");
 }
 
