@@ -34,7 +34,7 @@ GROUP_OPTION(std::string, link, "", "PYCOMM_LINK", link_rate, any, tcp,
              "and ranks with a slower link own less of a reduction",
              "no limit", "networks.md");
 GROUP_OPTION(int, sockets, 0, "PYCOMM_SOCKETS", whole(1, 16), same, tcp,
-             "TCP sockets per peer, 1 to 16", "2; 4 from a round trip of 10 ms on", "");
+             "TCP sockets per peer, 1 to 16", "2; without bbr 4 from a round trip of 10 ms on", "");
 GROUP_OPTION(std::string, congestion, "auto", "PYCOMM_CONGESTION", text, any, tcp,
              "TCP's congestion control of what this rank sends, by the kernel's name (`cubic`), or "
              "`auto`: bbr for peers at a round trip of 1 ms or more, if the kernel allows it, reno "

@@ -27,8 +27,6 @@ namespace {
 // system calls vanish.
 constexpr size_t kSmallestFrame = 128 << 10;
 constexpr size_t kLargestFrame = 256 << 10;
-// A part of a pipeline is at least as long as this, also on a slow link (common/cost.cpp).
-constexpr size_t kLongMessage = 16 << 10;
 // Frames carry acknowledgements for the other direction. Where no frame goes that way for this many
 // bytes, one without payload does.
 constexpr size_t kAcknowledgeBytes = 1 << 20;
@@ -43,9 +41,6 @@ constexpr size_t kCallLimit = 1 << 20;
 constexpr size_t kStage = 2048;
 // If a stream on a slow link pauses for this long, a copy costs nothing beside the link.
 constexpr auto kStallLimit = std::chrono::milliseconds(20);
-// The interval at which it looks at the sockets in use, and the time that the last one must have
-// had something to send in until that says whether its buffer suffices.
-constexpr auto kLook = std::chrono::milliseconds(10), kEnoughBusy = std::chrono::milliseconds(50);
 // The interval at which a channel looks at its paths.
 constexpr auto kPathInterval = std::chrono::milliseconds(100);
 
@@ -119,8 +114,9 @@ uint64_t TcpChannel::send(const OpTag& tag, Span<const uint8_t> data) {
     connector_.request({peer_, poller_.lane()});
   }
   if (cutting_ + 1 == outgoing_.size()) {
-    const size_t first = turn_;
-    for (size_t i = 0; i < sockets_.size(); i++) push(*sockets_[(first + i) % sockets_.size()]);
+    // Short messages stay on the first: TCP learns from the packets behind it that one of them is
+    // lost, and without any only by its timer.
+    for (const auto& socket : sockets_) push(*socket);
   }
   return ticket;
 }
@@ -173,46 +169,10 @@ bool TcpChannel::connected() {
     sockets_.back()->number = number;
   }
   adopt_connections();
-  const bool bbr = congestion_control(sockets_.front()->sock.get()) == "bbr";
-  in_use_ = bbr && chooses_sockets() ? 1 : sockets_.size();
   return true;
 }
 
-// With at most two sockets, or one per path, use all; also where the user has set their number.
-bool TcpChannel::chooses_sockets() const {
-  const PeerDirectory& directory = connector_.directory();
-  return sockets_.size() > 2 && directory.options.sockets == 0 && directory.paths() == 1;
-}
-
-// With bbr, whose rate does not fall with random losses, a far peer's first socket serves alone
-// until its send buffer is too small for what is in flight; then the next one joins. Several that
-// share a slower path each remember the best part of it that they have had, and send more together
-// than it carries; and a message waits for the losses at the end of each.
-void TcpChannel::choose_sockets() {
-  if (!chooses_sockets()) return;
-  const auto now = std::chrono::steady_clock::now();
-  if (now - looked_ < kLook) return;
-  looked_ = now;
-  // Of several none may have much unsent: what lies in one waits while others stand idle.
-  for (size_t i = 0; i < in_use_; i++) limit_unsent(sockets_[i]->sock.get(), kFarUnsent / in_use_);
-  if (in_use_ == sockets_.size()) return;
-  const SendTime time = send_time(sockets_[in_use_ - 1]->sock.get());
-  if (time.busy < sending_.busy) sending_ = {};  // the connection was made again
-  const auto busy = time.busy - sending_.busy, full = time.full - sending_.full;
-  if (busy < kEnoughBusy) return;
-  sending_ = time;
-  if (2 * full < busy) return;
-  in_use_++;
-  sending_ = {};  // that of the next one
-}
-
-// All sockets serve while one of them has no connection.
-bool TcpChannel::takes_frames(const Socket& socket) const {
-  return cuts_ > 0 || static_cast<size_t>(socket.number) < in_use_;
-}
-
 bool TcpChannel::advance() {
-  choose_sockets();
   bool moved = false;
   for (auto& socket : sockets_) {
     if (socket->greeting && !greet(*socket)) continue;
@@ -235,7 +195,7 @@ bool TcpChannel::push(Socket& socket) {
 }
 
 bool TcpChannel::take_frame(Socket& socket) {
-  const bool bare = cutting_ == outgoing_.size() || !takes_frames(socket);
+  const bool bare = cutting_ == outgoing_.size();
   if (bare && socket.unproven == 0 && socket.arrived - socket.acknowledged < kAcknowledgeBytes) {
     return false;
   }
@@ -246,12 +206,6 @@ bool TcpChannel::take_frame(Socket& socket) {
   socket.proving = std::exchange(socket.unproven, 0);
   socket.out_crc = 0;
   const uint8_t* payload = bare ? nullptr : cut_frame(socket, header);
-  // What was sent first must not lie on one socket alone: all that follows would wait for that. But
-  // short messages stay on one: TCP learns from the packets behind it that one of them is lost, and
-  // without any only by its timer.
-  if (header.size >= kLongMessage && chooses_sockets()) {
-    turn_ = static_cast<size_t>(socket.number) + 1;
-  }
   seal(header);
   socket.out.push(header, payload);
   return true;
@@ -262,8 +216,8 @@ const uint8_t* TcpChannel::cut_frame(Socket& socket, FrameHeader& header) {
   Outgoing& message = outgoing_[cutting_];
   const size_t left = message.data.size - message.cut;
   size_t length = std::min(left, kLargestFrame);
-  if (in_use_ > 1) {
-    const size_t share = left / (2 * in_use_);
+  if (sockets_.size() > 1) {
+    const size_t share = left / (2 * sockets_.size());
     length = std::min(left, std::clamp(share, kSmallestFrame, kLargestFrame));
   }
   header.message = sent_ + cutting_ + 1;
@@ -673,7 +627,7 @@ void TcpChannel::look_at_paths() {
     if (is_silent(socket->sock.get())) {
       cut(*socket, "its path carries nothing");
     } else {
-      limit_unsent(socket->sock.get(), kLeastUnsent);
+      limit_unsent(socket->sock.get());
     }
   }
 }

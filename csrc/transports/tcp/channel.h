@@ -10,7 +10,6 @@
 
 #include "transports/tcp/connect/connector.h"
 #include "transports/tcp/net/socket.h"
-#include "transports/tcp/net/tuning.h"
 #include "transports/tcp/poller.h"
 #include "transports/tcp/stream.h"
 #include "transports/transport.h"
@@ -71,9 +70,6 @@ class TcpChannel final : public Channel {
   void adopt_connections();
   bool advance();
   void look_at_paths();
-  bool chooses_sockets() const;
-  void choose_sockets();
-  bool takes_frames(const Socket& socket) const;
   bool release_buffers();
   bool stalled();
   void cut(Socket& socket, const std::string& how);
@@ -115,15 +111,11 @@ class TcpChannel final : public Channel {
   std::atomic<uint64_t> sent_{0}, received_{0};
   size_t cutting_ = 0;  // first of outgoing_ that has bytes without a frame
   uint64_t polls_seen_ = 0;
-  int cuts_ = 0;     // sockets without a connection
-  size_t turn_ = 0;  // the socket that may take a message first
+  int cuts_ = 0;  // sockets without a connection
   std::chrono::steady_clock::time_point
       stalled_since_;                                 // when progress stopped; zero if it has not
   bool tick_again_ = false;                           // on_tick() has work left
   std::chrono::steady_clock::time_point paths_seen_;  // when look_at_paths() last looked
-  size_t in_use_ = 0;                             // the first of sockets_, which take new frames
-  std::chrono::steady_clock::time_point looked_;  // when choose_sockets() last looked
-  SendTime sending_;                              // of the last of them, at a look before
 };
 
 }  // namespace pycomm::tcp

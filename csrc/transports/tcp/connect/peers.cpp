@@ -14,13 +14,15 @@
 #include "transports/openssl.h"
 #include "transports/seal.h"
 #include "transports/tcp/connect/handshake.h"
+#include "transports/tcp/net/tuning.h"
 
 namespace pycomm::tcp {
 namespace {
 
-// Far away, what is in flight on one socket is bounded by its send buffer, of which the kernel
-// gives 4 MB by default, 160 Mbit/s at a round trip of 200 ms; and where packets are lost, those
-// behind them wait in it for another round trip.
+// Far away, a random loss halves what a socket sends for many round trips, unless it has bbr: then
+// several send more together. With bbr more than two gain nothing: each remembers the best part of
+// the path that it has had, so that they send more than it carries, and a message waits for what is
+// lost at the end of each.
 constexpr int kFewSockets = 2, kManySockets = 4;
 constexpr auto kManyFrom = std::chrono::milliseconds(10);
 
@@ -91,6 +93,7 @@ PeerDirectory AddressExchange::run(const Rendezvous& rendezvous, const std::vect
   const bool one_host = look_at_hosts(rendezvous, hosts);
   take_cards(exchange_cards(rendezvous, hosts, one_host));
   directory_.session = rendezvous.exchange->session;
+  directory_.far_bbr = gives_bbr(directory_.options.congestion);
   return std::move(directory_);
 }
 
@@ -177,9 +180,8 @@ void AddressExchange::check_paths(const std::string& who, const Peer& peer) cons
 }
 
 int PeerDirectory::sockets_at(std::chrono::milliseconds round_trip) const {
-  const int wanted = options.sockets > 0      ? options.sockets
-                     : round_trip < kManyFrom ? kFewSockets
-                                              : kManySockets;
+  const int usual = far_bbr || round_trip < kManyFrom ? kFewSockets : kManySockets;
+  const int wanted = options.sockets > 0 ? options.sockets : usual;
   return std::min(std::max(static_cast<int>(paths()), wanted), kMostSockets);
 }
 

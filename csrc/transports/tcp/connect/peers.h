@@ -49,6 +49,7 @@ struct PeerDirectory {
   std::string session;  ///< of the rendezvous
   TcpListeners own;
   bool crowded = false;     ///< this rank and the peers of its host outnumber their CPUs
+  bool far_bbr = false;     ///< connections with far peers have bbr
   std::vector<Peer> peers;  ///< ascending
 
   /// Returns the number of paths to each peer: our i-th interface and the peer's i-th.

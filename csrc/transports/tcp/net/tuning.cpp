@@ -27,8 +27,10 @@ constexpr int kSmallBuffer = 128 << 10;
 // From this round trip on, a window that opens slowly costs more than its memory.
 constexpr uint32_t kLongWay = 1000;
 constexpr int kLargest = 1 << 30;  // the kernel takes the largest that the system allows
+constexpr int kFarUnsent = 1 << 20;
 
-constexpr uint64_t kMostUnsent = 4 << 20;  // on one of several paths, or far sockets
+// On one of several paths: one frame while another is sent, and the most.
+constexpr uint64_t kLeastUnsent = 128 << 10, kMostUnsent = 4 << 20;
 constexpr uint64_t kFirstUnsent = 256 << 10;
 constexpr uint64_t kUnsentParts = 25;  // of what the path delivers in a second: 40 ms
 
@@ -81,18 +83,12 @@ void choose_buffers(int fd, bool several_paths) {
   }
 }
 
-void limit_unsent(int fd, uint64_t least) {
+void limit_unsent(int fd) {
   const tcp_info info = look(fd);
   if (info.tcpi_delivery_rate == 0) return;
   set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT,
       static_cast<int>(
-          std::clamp<uint64_t>(info.tcpi_delivery_rate / kUnsentParts, least, kMostUnsent)));
-}
-
-SendTime send_time(int fd) {
-  const tcp_info info = look(fd);
-  return {std::chrono::microseconds(info.tcpi_busy_time),
-          std::chrono::microseconds(info.tcpi_sndbuf_limited)};
+          std::clamp<uint64_t>(info.tcpi_delivery_rate / kUnsentParts, kLeastUnsent, kMostUnsent)));
 }
 
 LinkUse link_use(int fd) {
@@ -118,7 +114,7 @@ bool is_silent(int fd) {
 
 namespace {
 
-constexpr char kAuto[] = "auto";
+constexpr char kAuto[] = "auto", kBbr[] = "bbr";
 constexpr char kAllowed[] = "/proc/sys/net/ipv4/tcp_allowed_congestion_control";
 // From this round trip on, what a sender does after a loss or a pause counts.
 constexpr uint32_t kFarMicroseconds = 1000;
@@ -150,13 +146,19 @@ void check_congestion_control(const std::string& wanted) {
   if (probe && !set(probe.get(), wanted)) refuse(error_text(errno));
 }
 
+bool gives_bbr(const std::string& wanted) {
+  if (wanted != kAuto) return wanted == kBbr;
+  const Fd probe(::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0));
+  return probe && set(probe.get(), kBbr);
+}
+
 void choose_congestion_control(int fd, const std::string& wanted) {
   if (wanted != kAuto) {
     set(fd, wanted);
   } else if (Address::local(fd).ip() == Address::remote(fd).ip()) {
     set(fd, "reno");
   } else if (shortest(look(fd)) >= kFarMicroseconds) {
-    set(fd, "bbr");
+    set(fd, kBbr);
   }
 }
 

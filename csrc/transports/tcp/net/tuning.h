@@ -22,20 +22,10 @@ namespace pycomm::tcp {
 ///     take the rest.
 void choose_buffers(int fd, bool several_paths);
 
-/// The least that may wait unsent on one of several paths: one frame while another is sent.
-constexpr uint64_t kLeastUnsent = 128 << 10;
-/// And on all of a far peer's sockets together, which an idle moment costs more.
-constexpr uint64_t kFarUnsent = 1 << 20;
-/// Sets how much may wait unsent on one of several sockets: what it delivers in a few hundredths of
-/// a second, as the kernel has measured it, but so much at least. To be called every now and then.
-void limit_unsent(int fd, uint64_t least);
+/// Sets how much may wait unsent on one of several paths: what it delivers in a few hundredths of a
+/// second, as the kernel has measured it, but at least a frame. To be called every now and then.
+void limit_unsent(int fd);
 
-/// How long a connection has had something to send since it was made, and how much of that its send
-/// buffer was too small for what the path and the peer could take (Linux 4.10).
-struct SendTime {
-  std::chrono::microseconds busy{0}, full{0};
-};
-SendTime send_time(int fd);
 /// Returns the kernel's counters of a connection; zeros once it is broken.
 LinkUse link_use(int fd);
 /// Returns the round-trip time of a packet and its acknowledgement, as the kernel has measured it,
@@ -50,6 +40,9 @@ bool is_silent(int fd);
 
 /// Throws Error unless `wanted` is "auto" or a congestion control that the kernel lets us use.
 PYCOMM_API void check_congestion_control(const std::string& wanted);
+
+/// True if choose_congestion_control() gives bbr to connections of a far peer.
+bool gives_bbr(const std::string& wanted);
 
 /// Gives a new connection the congestion control `wanted`; each end does so for what it sends.
 /// "auto":
