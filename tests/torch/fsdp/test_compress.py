@@ -437,7 +437,7 @@ class Wrapped(nn.Linear):
         names = (*fsdp_seams._OF_GROUP, *fsdp_seams._SEAMS)
         self.group = SimpleNamespace(**dict.fromkeys(names), **{})
         self.group.fsdp_params = [self.parameter]
-        self.state = SimpleNamespace(_fsdp_param_groups=[self.group])
+        self.state = SimpleNamespace(_fsdp_param_groups=[self.group], _state_ctx=None)
 
     def _get_fsdp_state(self) -> SimpleNamespace:
         return self.state
@@ -450,10 +450,12 @@ def wrapped(monkeypatch):
 
 
 def test_the_one_group_of_torch_2_11_is_found(wrapped):
-    wrapped.state = SimpleNamespace(_fsdp_param_group=wrapped.group)
+    wrapped.state = SimpleNamespace(_fsdp_param_group=wrapped.group, _state_ctx=None)
     (unit,) = fsdp_seams.units(wrapped)
     assert list(unit.parameters) == ["weight"]
-    wrapped.state = SimpleNamespace(_fsdp_param_group=None)  # a module without parameters
+    wrapped.state = SimpleNamespace(
+        _fsdp_param_group=None, _state_ctx=None
+    )  # a module without parameters
     assert list(fsdp_seams.units(wrapped)) == []
 
 
@@ -471,6 +473,7 @@ def test_the_order_of_torch_2_15_is_that_of_the_message(wrapped):
 @pytest.mark.parametrize(
     ("part", "name"),
     [
+        ("state", "_state_ctx"),
         ("state", "_fsdp_param_groups"),
         ("group", "mesh_info"),
         ("group", "gradient_divide_factor"),
