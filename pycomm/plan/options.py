@@ -70,7 +70,7 @@ def _output(text: str) -> Path:
     is_new = not path.exists()
     with path.open("a"):
         if is_new:  # who computes nothing leaves nothing
-            path.unlink()
+            path.unlink(missing_ok=True)  # another rank may have been here
     return path
 
 

@@ -581,7 +581,7 @@ def test_gradients_have_the_same_bits_as_on_the_cpu(fakes, way, check):
 
 
 @on_fakes("peers", ranks=3)
-def test_an_all_to_all_in_place_of_unequal_parts(rank, ranks):
+def test_an_all_to_all_in_place_at_other_places(rank, ranks):
     """Parts take several rounds; where one comes from, another one arrives."""
     sizes = [0, 5 << 20, 1 << 20]  # to a rank itself, to the next one, to the one before
     send, recv = ([sizes[way * (r - rank) % ranks] for r in range(ranks)] for way in (1, -1))
@@ -590,6 +590,11 @@ def test_an_all_to_all_in_place_of_unequal_parts(rank, ranks):
     dist.all_to_all_single(want, given, recv, send)
     dist.all_to_all_single(x, x, recv, send)
     assert torch.equal(x.cpu(), want)
+
+    shifted = torch.cat([given[:1], given]).to(FAKE)
+    dist.all_to_all_single(want, given)
+    dist.all_to_all_single(shifted[:-1], shifted[1:])
+    assert torch.equal(shifted[:-1].cpu(), want)
 
 
 @on_fakes("peers")
