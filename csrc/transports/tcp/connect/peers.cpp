@@ -19,10 +19,10 @@
 namespace pycomm::tcp {
 namespace {
 
-// Far away, a random loss halves what a socket sends for many round trips, unless it has bbr: then
-// several send more together. With bbr more than two gain nothing: each remembers the best part of
-// the path that it has had, so that they send more than it carries, and a message waits for what is
-// lost at the end of each.
+// Far away, a random loss halves for many round trips what a socket without bbr sends, so several
+// send more together. With bbr more than two gain nothing: each remembers the best part of the path
+// that it has had, so that they send more than it carries, and a message waits for what is lost at
+// the end of each.
 constexpr int kFewSockets = 2, kManySockets = 4;
 constexpr auto kManyFrom = std::chrono::milliseconds(10);
 
