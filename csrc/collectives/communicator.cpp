@@ -55,45 +55,6 @@ std::shared_ptr<Trace> make_trace(int rank, int size, const CommunicatorOptions&
   return Trace::make(std::move(owner));
 }
 
-/// True if what a rank gets lies where something is that it brings, but for its own part in place:
-/// that would be overwritten before it is sent.
-bool overwrites(const Collective& call, int rank, int ranks) {
-  struct Range {
-    uintptr_t begin, end;
-    bool brought;
-  };
-  const int ins = call.has_in_parts() ? ranks : 1, outs = call.has_out_parts() ? ranks : 1;
-  const auto for_each = [&](const auto& visit) {
-    const auto add = [&](const auto& part, bool brought) {
-      const auto begin = reinterpret_cast<uintptr_t>(part.data);
-      if (part.size > 0) visit(Range{begin, begin + part.size, brought});
-    };
-    const Span<uint8_t> own = call.out[outs > 1 ? rank : 0];
-    for (int r = 0; r < ins; r++) {
-      const Span<const uint8_t> in = call.in[r];
-      const bool in_place = (ins == 1 || r == rank) && in.data == own.data && in.size == own.size;
-      if (!in_place) add(in, true);
-    }
-    for (int r = 0; r < outs; r++) add(call.out[r], false);
-  };
-  Range all[2] = {{UINTPTR_MAX, 0, false}, {UINTPTR_MAX, 0, true}};
-  for_each([&](const Range& range) {
-    Range& whole = all[range.brought];
-    whole = {std::min(whole.begin, range.begin), std::max(whole.end, range.end), range.brought};
-  });
-  if (all[0].begin >= all[1].end || all[1].begin >= all[0].end) return false;  // as mostly
-  std::vector<Range> ranges;
-  for_each([&](const Range& range) { ranges.push_back(range); });
-  std::sort(ranges.begin(), ranges.end(),
-            [](const Range& a, const Range& b) { return a.begin < b.begin; });
-  uintptr_t ends[2] = {};  // the furthest until now
-  for (const Range& range : ranges) {
-    if (range.begin < ends[!range.brought]) return true;
-    ends[range.brought] = std::max(ends[range.brought], range.end);
-  }
-  return false;
-}
-
 /// What a rank brings to a call: its data, or a copy of them.
 ///
 /// Of a premul_sum that is its data times its own factor. Factors differ between ranks, so each
@@ -108,7 +69,7 @@ class Contribution {
   /// caller wants the result, if he wants one: after an error its contents are undefined anyway.
   Collective of(Collective call, int rank, int ranks) {
     const bool scales = call.redop == ReduceOp::premul_sum && call.reduces();
-    const bool apart = overwrites(call, rank, ranks);
+    const bool apart = call.overwrites(rank, ranks);
     if (!scales && !apart) return call;
     const size_t element = size_of(call.dtype);
     const int parts = call.has_in_parts() ? ranks : 1;

@@ -387,13 +387,9 @@ WorkPtr Backend::alltoall_base(at::Tensor& output, at::Tensor& input,
   arguments_.same_dtype(call, input, output);
   const std::vector<size_t> send = arguments_.rows(call, input, input_splits, "input");
   const std::vector<size_t> recv = arguments_.rows(call, output, output_splits, "output");
-  const bool even = Arguments::equal(send) && Arguments::equal(recv);
-  own_part(call, even, send[rank_], recv[rank_]);
+  own_part(call, Arguments::equal(send) && Arguments::equal(recv), send[rank_], recv[rank_]);
   Staging staging(*this, call);
-  // In place, kernels would overwrite parts at other places that they have yet to read.
-  const bool in_place = even && input.data_ptr() == output.data_ptr();
-  const bool apart = in_place || input.is_cpu() || !input.is_alias_of(output);
-  const at::Tensor from = staging.in(apart ? input : input.clone()), to = staging.out(output);
+  const at::Tensor from = staging.in(input), to = staging.out(output);
   return issue(call, {output}, staging, [=](auto& comm) {
     const Flat in(from), out(to);
     const DType dtype = Elements(from).dtype;

@@ -109,6 +109,26 @@ void PeerRoute::look() {
   }
 }
 
+// Kernels take large parts in rounds: of what one overwrites a later one may have to read.
+void PeerRoute::run(const Collective& given, Milliseconds) {
+  Collective call = given.checked(rank(), size());
+  std::vector<ConstPart> parts;
+  std::vector<at::Tensor> copies;
+  if (call.overwrites(rank(), size())) {
+    const auto bytes = at::TensorOptions(at::kByte).device(device_);
+    for (int r = 0; r < (call.has_in_parts() ? size() : 1); r++) {
+      const Span<const uint8_t> part = call.in[r];
+      auto* data = const_cast<uint8_t*>(part.data);
+      const auto length = static_cast<int64_t>(part.size);
+      copies.push_back(
+          at::for_blob(data, length).options(bytes).target_device(device_).make_tensor().clone());
+      parts.push_back({copies.back().const_data_ptr(), call.in.numel(r)});
+    }
+    call.in = call.has_in_parts() ? ConstParts(parts) : ConstParts(parts[0].data, parts[0].numel);
+  }
+  group_.run(call, stream());
+}
+
 void PeerRoute::run_coded(Op op, const CodedArgs& args, void* out, float* found_inf) {
   const size_t bytes = group_.coded_scratch_bytes(op, args);
   // The scratch is of torch's allocator: its next owner comes later on the same stream.

@@ -33,7 +33,7 @@ class PeerRoute {
   std::string describe() const { return group_.describe(); }
 
   int size() const { return group_.size(); }
-  void run(const Collective& call, Milliseconds) { group_.run(call, stream()); }
+  void run(const Collective& call, Milliseconds);
 
   /// Returns the most bytes of the payload of what a codec cannot cut.
   size_t most_payload_bytes() const { return group_.most_payload_bytes(); }

@@ -1,5 +1,9 @@
 #include "collectives/common/collective.h"
 
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
 #include "collectives/common/options.h"
 #include "core/crc32c.h"
 #include "core/error.h"
@@ -94,6 +98,44 @@ Collective Collective::checked(int rank, int ranks) const {
   if (!has_in_parts()) check.buffer(call.in.data(), call.in.numel(0), element);
   if (!has_out_parts()) check.buffer(call.out.data(), call.out.numel(0), element);
   return call;
+}
+
+bool Collective::overwrites(int rank, int ranks) const {
+  struct Range {
+    uintptr_t begin, end;
+    bool brought;
+  };
+  const int ins = has_in_parts() ? ranks : 1, outs = has_out_parts() ? ranks : 1;
+  const auto for_each = [&](const auto& visit) {
+    const auto add = [&](const auto& part, bool brought) {
+      const auto begin = reinterpret_cast<uintptr_t>(part.data);
+      if (part.size > 0) visit(Range{begin, begin + part.size, brought});
+    };
+    const Span<uint8_t> own = out[outs > 1 ? rank : 0];
+    for (int r = 0; r < ins; r++) {
+      const Span<const uint8_t> mine = in[r];
+      const bool in_place =
+          (ins == 1 || r == rank) && mine.data == own.data && mine.size == own.size;
+      if (!in_place) add(mine, true);
+    }
+    for (int r = 0; r < outs; r++) add(out[r], false);
+  };
+  Range all[2] = {{UINTPTR_MAX, 0, false}, {UINTPTR_MAX, 0, true}};
+  for_each([&](const Range& range) {
+    Range& whole = all[range.brought];
+    whole = {std::min(whole.begin, range.begin), std::max(whole.end, range.end), range.brought};
+  });
+  if (all[0].begin >= all[1].end || all[1].begin >= all[0].end) return false;  // as mostly
+  std::vector<Range> ranges;
+  for_each([&](const Range& range) { ranges.push_back(range); });
+  std::sort(ranges.begin(), ranges.end(),
+            [](const Range& a, const Range& b) { return a.begin < b.begin; });
+  uintptr_t ends[2] = {};  // the furthest until now
+  for (const Range& range : ranges) {
+    if (range.begin < ends[!range.brought]) return true;
+    ends[range.brought] = std::max(ends[range.brought], range.end);
+  }
+  return false;
 }
 
 std::string Collective::own_mismatch(int rank) const {

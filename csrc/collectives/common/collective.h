@@ -70,6 +70,9 @@ struct PYCOMM_API Collective {
   /// Returns what is wrong with the two sizes of our own part, which is copied on this rank; "" if
   /// they are equal. Other ranks do not see it, unless all_parts_are_even().
   std::string own_mismatch(int rank) const;
+  /// True if what this rank gets lies where something is that it brings, but for its own part in
+  /// place: that would be overwritten before it is sent. For checked() calls.
+  bool overwrites(int rank, int ranks) const;
   bool all_parts_are_even(int ranks) const {
     return !is_rooted() && (!has_in_parts() || in.even(ranks)) &&
            (!has_out_parts() || out.even(ranks));

@@ -581,7 +581,7 @@ def test_gradients_have_the_same_bits_as_on_the_cpu(fakes, way, check):
 
 
 @on_fakes("peers", ranks=3)
-def test_an_all_to_all_in_place_at_other_places(rank, ranks):
+def test_an_all_to_all_in_place_of_unequal_parts(rank, ranks):
     """Parts take several rounds; where one comes from, another one arrives."""
     sizes = [0, 5 << 20, 1 << 20]  # to a rank itself, to the next one, to the one before
     send, recv = ([sizes[way * (r - rank) % ranks] for r in range(ranks)] for way in (1, -1))
@@ -591,10 +591,34 @@ def test_an_all_to_all_in_place_at_other_places(rank, ranks):
     dist.all_to_all_single(x, x, recv, send)
     assert torch.equal(x.cpu(), want)
 
-    shifted = torch.cat([given[:1], given]).to(FAKE)
-    dist.all_to_all_single(want, given)
-    dist.all_to_all_single(shifted[:-1], shifted[1:])
-    assert torch.equal(shifted[:-1].cpu(), want)
+
+SHIFTED: dict[str, Any] = {
+    "all_to_all_single": lambda x, n: (x[:-1], x[1:]),
+    "all_to_all": lambda x, n: (x[:-1].split(n), x[1:].split(n)),
+    "all_gather_into_tensor": lambda x, n: (x[:-1], x[n // 2 : n // 2 + n]),
+    "all_gather": lambda x, n: (x[:-1].split(n), x[n // 2 : n // 2 + n]),
+    "reduce_scatter_tensor": lambda x, n: (x[n // 2 : n // 2 + n], x[:-1]),
+    "reduce_scatter": lambda x, n: (x[n // 2 : n // 2 + n], x[:-1].split(n)),
+}
+"""of an operation the output and the input in one tensor of n values for each rank, and one"""
+
+
+@pytest.mark.parametrize("operation", SHIFTED)
+@on_fakes("peers", ranks=3)
+def test_what_an_operation_overwrites_is_copied_first(rank, ranks, operation):
+    """Kernels take large parts in rounds, and what one writes may be what a later one reads."""
+    size = 3 << 20
+    x = torch.arange(ranks * size + 1, dtype=torch.int32) * ranks + rank
+
+    def result(x: torch.Tensor, *, apart: bool) -> torch.Tensor:
+        out, given = ([*t] if isinstance(t, tuple) else t for t in SHIFTED[operation](x, size))
+        if apart:
+            out = [t.clone() for t in out] if isinstance(out, list) else out.clone()
+        getattr(dist, operation)(out, given)
+        return torch.cat(out) if isinstance(out, list) else out.clone()
+
+    want = result(x, apart=True)
+    assert torch.equal(result(x.to(FAKE), apart=False).cpu(), want)
 
 
 @on_fakes("peers")
